@@ -12,13 +12,11 @@ import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 # isort: split
 import itertools
 import json
-import math
 import os
 import re
 import sys
 import time
-from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -27,7 +25,6 @@ import tyro
 
 from aogpt.checkpoints.load import Loaded, load
 from aogpt.data.tokenizers import Tokenizer
-from aogpt.model import AOGPT
 from aogpt.runtime.command_line import (
     TEXT,
     RunOptions,
@@ -43,9 +40,8 @@ from aogpt.runtime.files import json_object, read_lines
 from aogpt.runtime.outputs import OutputOptions, Outputs, provenance
 from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.validation import Count, check_values
-from aogpt.sampling import gaps, modes, resampling
+from aogpt.sampling import gaps, modes
 from aogpt.sampling.engine import Generation
-from aogpt.sampling.gaps import Gapped
 from aogpt.sampling.modes import Context, DecodingOptions, sample_records
 from aogpt.sampling.page import PageSample, render
 
@@ -63,20 +59,8 @@ class Arguments(RunOptions, OutputOptions):
     """Samples of each prompt."""
     infill: Annotated[str | None, TEXT] = None
     """Text with masks, "It was a[MASK:12] and the[MASK:3].": [MASK:n] becomes n tokens.
-    [MASK:2-12] tries every length from 2 to 12, --num-samples times each, and shows the
-    best filling.
     Put no space before a mask: in the gpt2 tokenizer the space belongs to the word
-    after it.
-    A plain GPT (others with --mode resampling) draws at least 64 continuations, at 0.75
-    where --temperature is 1, and takes --num-samples of them in proportion to how
-    probable they and the rest of the text are."""
-    candidates: Count | None = None
-    """Infilling: show only this many distinct fillings, the best first. Those of one
-    length are ranked by their probability given both sides, others by the
-    log-probability per token of the known text on their right. Those of a plain GPT and
-    of --mode resampling: by the log-probability of the filling and the text on its
-    right, which counts twice if a mask has several lengths. By default 1 if a mask has
-    several lengths, else all."""
+    after it."""
     prompts: Path | None = None
     """Many prompts: FILE.txt (or /dev/stdin), one per line; or FILE.jsonl with the rows
     {"prompt": TEXT}, {"prompt": TEXT, "length": N} or {"infill": TEXT}; or the folder
@@ -145,11 +129,6 @@ def sample(a: Arguments, procs: Processes) -> None:
     requests = []
     if not of_data:
         requests = read_requests(a)
-        is_infill = any(request.kind == "infill" for request in requests)
-        if a.candidates and not is_infill:
-            raise UserError(
-                "--candidates chooses among fillings: give --infill, or leave it out"
-            )
     dtype = pick_dtype(a.dtype, procs.device)
 
     # 2. The model, and the options that depend on it.
@@ -195,7 +174,6 @@ def check_arguments(a: Arguments, procs: Processes) -> None:
         )
 
 
-MOST_RANKED = 2**14  # samples that are ranked, all of them in memory
 BOLD = "\033[1m"
 RESET = "\033[0m"
 
@@ -203,47 +181,21 @@ RESET = "\033[0m"
 def fill(a: Arguments, session: Session, requests: list[Request]) -> None:
     """Generate the samples of some requests; write and print them as they come."""
     loaded = session.loaded
-    # 1. What to generate: contexts, each with the number of its request, and gaps that
-    #    are filled by resampling.
-    contexts = []
-    numbers = []
-    gapped = {}
-    for number, texts in encode_all(a, session, requests).items():
-        for text in texts:
-            if isinstance(text, Gapped):
-                gapped[number] = text
-            else:
-                contexts.append(text)
-                numbers.append(number)
-    if contexts and session.options.order is not None:
+    # 1. What to generate: contexts, each with the number of its request.
+    encoded = encode_all(a, session, requests)
+    contexts = list(encoded.values())
+    numbers = list(encoded)
+    if session.options.order is not None:
         note = modes.block_note(session.options, longest=max(map(len, contexts)))
         if note:
             session.procs.print0(note, file=sys.stderr)
-    several = max([*numbers, *gapped]) > 0
-    lengths = Counter(numbers)  # how many each request has
-    count = a.num_samples
-    for number in lengths:
-        if a.candidates and requests[number].kind == "infill" and lengths[number] == 1:
-            count = max(count, a.candidates)
-    # Ranked are whole texts, also after their end, all fillings of a request together.
-    ranks = bool(a.candidates) or len(lengths) < len(numbers)
-    parts = modes.parts_of(len(contexts), count)
-    if ranks and contexts:
-        parts = [modes.Part(range(len(contexts)), range(count))]
-        if len(contexts) * count > MOST_RANKED:
-            raise UserError(
-                f"{len(contexts) * count:,} fillings to rank, more than "
-                f"{MOST_RANKED:,}: lower --num-samples or --candidates, or give fewer "
-                "lengths"
-            )
     options = modes.with_default_steps(session.options, contexts)
-    end_token = None
-    if a.until_end and not ranks:
-        end_token = session.tokenizer.eot
+    end_token = session.tokenizer.eot if a.until_end else None
 
     # 2. Part after part.
-    report = Report(a, replace(session, options=options), several)
-    for part in parts:
+    session = replace(session, options=options)
+    report = Report(a, session, several=max(numbers) > 0)
+    for part in modes.parts_of(len(contexts), a.num_samples):
         part_contexts = contexts[part.contexts.start : part.contexts.stop]
         part_numbers = numbers[part.contexts.start : part.contexts.stop]
         planned = modes.plan_samples(
@@ -266,68 +218,11 @@ def fill(a: Arguments, session: Session, requests: list[Request]) -> None:
             continue
         prompts = [(requests[n].kind, requests[n].text) for n in part_numbers]
         records = sample_records(samples, session.tokenizer, prompts, a.until_end)
-        if ranks:
-            records = best_fillings(
-                loaded.model,
-                a,
-                contexts=part_contexts,
-                numbers=part_numbers,
-                samples=samples,
-                records=records,
-            )
         for record in records:
             record["prompt_index"] = part_numbers[record["prompt_index"]]
         report.add(records, samples)
-    if not session.procs.main:
-        return
-    for number, text in gapped.items():
-        records, samples, choice = resample(a, session, number, requests[number], text)
-        if not contexts:  # all samples are drawn so
-            report.session = replace(report.session, options=choice)
-        report.add(records, samples, choice)
-    report.finish()
-
-
-def resample(
-    a: Arguments,
-    session: Session,
-    number: int,
-    request: Request,
-    gapped: Gapped,
-) -> tuple[list[dict], Generation, DecodingOptions]:
-    """Fill the gaps of request `number` by resampling. Return the records, the samples,
-    and the options with the temperature that was taken."""
-    loaded = session.loaded
-    choice = session.options
-    if choice.temperature == 1:
-        choice = replace(choice, temperature=resampling.TEMPERATURE)
-    seed = gaps.seed_of_request(a.seed, number)
-    try:
-        weighted = resampling.fill_by_resampling(
-            loaded.model,
-            gapped,
-            seed=seed,
-            draws=min(max(resampling.DRAWS, a.num_samples), modes.MOST_AT_ONCE),
-            choice=choice,
-            vocab_size=loaded.vocab_size,
-        )
-    except UserError as error:
-        raise UserError(f"{request.place}: {error}") from None
-    ranks = bool(a.candidates) or gapped.combinations > 1
-    if ranks:
-        chosen = list(range(len(weighted.tokens)))[: a.candidates or 1]
-    else:
-        chosen = weighted.resampled(a.num_samples, seed)
-    samples = resampling.as_generation(loaded.model, weighted, chosen)
-    prompts = [("infill", request.text)]
-    records = sample_records(samples, session.tokenizer, prompts, a.until_end)
-    for record, i in zip(records, chosen, strict=True):
-        record["prompt_index"] = number
-        record["weight"] = weighted.weights[i]
-        record["effective_sample_size"] = weighted.effective_sample_size
-        if ranks:
-            record["scores"] = asdict(weighted.scores[i])
-    return records, samples, choice
+    if session.procs.main:
+        report.finish()
 
 
 @dataclass
@@ -345,19 +240,14 @@ class Report:
     seconds: float = 0.0
     started: float = field(default_factory=time.perf_counter)
 
-    def add(
-        self,
-        records: list[dict],
-        samples: Generation,
-        options: DecodingOptions | None = None,
-    ) -> None:
+    def add(self, records: list[dict], samples: Generation) -> None:
         """Write and print the records of a part. samples: those of the records, and
-        what they cost; options: by which they were drawn, if not by the session's."""
+        what they cost."""
         self.model_calls += samples.model_calls
         self.token_forwards += samples.token_forwards
         self.seconds = round(time.perf_counter() - self.started, 3)
         if self.a.jsonl:
-            self.write(records, options or self.session.options)
+            self.write(records)
         if self.a.html:
             self.page_records += records
         if not self.a.jsonl:
@@ -367,9 +257,9 @@ class Report:
         for record in records:
             self.lengths.add(record["length"])
 
-    def write(self, records: list[dict], options: DecodingOptions) -> None:
+    def write(self, records: list[dict]) -> None:
         """Write the records to the file of --jsonl."""
-        settings = self.settings(options)
+        settings = self.settings()
         rows = []
         for record in records:
             row = dict(record)
@@ -381,7 +271,7 @@ class Report:
         else:
             self.session.outputs.append_jsonl(self.a.jsonl, rows)
 
-    def settings(self, options: DecodingOptions) -> dict:
+    def settings(self) -> dict:
         """Return everything that the samples depend on."""
         loaded = self.session.loaded
         procs = self.session.procs
@@ -393,7 +283,7 @@ class Report:
             checkpoint=loaded.description,
         )
         settings = dict(origin.pop("settings"))
-        settings.update(vars(options))  # with the defaults of the mode
+        settings.update(vars(self.session.options))  # with the defaults of the mode
         settings.update(origin)
         return settings
 
@@ -438,67 +328,12 @@ class Report:
                 pieces=self.session.tokenizer.pieces(record["tokens"]),
                 step=record["step"],
                 log_probs=record["log_probs"],
-                caption=caption(record),
             )
             pages.append(page)
-        settings = self.settings(self.session.options)
+        settings = self.settings()
         settings.update(self.cost())
         shown = {key: value for key, value in settings.items() if value is not None}
         return render(pages, shown)
-
-
-def best_fillings(
-    model: AOGPT,
-    a: Arguments,
-    contexts: list[Context],
-    numbers: list[int],
-    samples: Generation,
-    records: list[dict],
-) -> list[dict]:
-    """Return the records to show: for each text with masks only its best fillings, best
-    first, with scores.
-
-    numbers: the request of each context. samples, records: an equal number for each
-    context, those of a context in a row."""
-    best_records = []
-    rows = [tokens for tokens, _, _ in samples.rows()]
-    count = len(rows) // len(contexts)
-    lengths = Counter(numbers)
-    for number in lengths:  # in the order of the requests
-        several = lengths[number] > 1
-        places = [i for i in range(len(rows)) if numbers[i // count] == number]
-        is_infill = "infill" in records[places[0]]
-        if several or not is_infill:
-            # `count` is larger where --candidates asks for more.
-            places = [i for i in places if i % count < a.num_samples]
-        if not (is_infill and (several or a.candidates)):
-            best_records += [records[i] for i in places]
-            continue
-        best = gaps.best_fillings(
-            model,
-            given=[contexts[i // count] for i in places],
-            tokens=[rows[i] for i in places],
-            most=a.candidates or 1,
-        )
-        for i, scores in best:
-            record = records[places[i]]
-            record["scores"] = asdict(scores)
-            best_records.append(record)
-    return best_records
-
-
-def caption(record: dict) -> str:
-    """Return length and log-probabilities (nats per token) of a ranked filling; "" for
-    other samples."""
-    if "scores" not in record:
-        return ""
-    values = []
-    for title, key in (("text to the right", "right"), ("filling", "filling")):
-        value = record["scores"][key]
-        if not math.isnan(value):
-            values.append(f"{title} {value:.3f}")
-    blanks = sum(step >= 0 for step in record["step"])
-    return f"{blanks} tokens; log p a token: {', '.join(values)}"
 
 
 def read_requests(a: Arguments) -> list[Request]:
@@ -569,7 +404,7 @@ def encode_all(
     a: Arguments,
     session: Session,
     requests: list[Request],
-) -> dict[int, list[Context | Gapped]]:
+) -> dict[int, Context]:
     """Return the texts to fill in of each request that fits, by its index. Print how
     many are too long. Raises UserError if none fits."""
     encoded = {}
@@ -603,9 +438,8 @@ def encode(
     a: Arguments,
     session: Session,
     request: Request,
-) -> list[Context | Gapped]:
-    """Return the token ids of a sample, None where they are to be generated, for each
-    length that the request allows; for gaps of a plain GPT one `Gapped`.
+) -> Context:
+    """Return the token ids of a sample, None where they are to be generated.
 
     Raises UserError if the model cannot fill it in, TooLong if it is too long."""
     config = session.loaded.model.config
@@ -613,7 +447,7 @@ def encode(
     if request.kind == "prompt":
         context = prompt_context(a, session, request)
         modes.check_context(context, config, scored_from)
-        return [context]
+        return context
     for option, value in (
         ("--length", a.length),
         ("--new-tokens", a.new_tokens),
@@ -623,23 +457,11 @@ def encode(
             raise UserError(
                 f"the text and its masks set the length: leave out {option}"
             )
-    if request.context:
-        gapped = gaps.gapped_of(request.context)
-    else:
-        gapped = gaps.encode_gaps(request.text, session.tokenizer, config.block_size)
-    contexts: list[Context | Gapped]
-    if resampling.is_resampled(gapped, session.options.mode, config):
-        modes.check_start(bool(gapped.known[0]), scored_from)
-        contexts = [gapped]
-        note = resampling.dropped_note(gapped, config.block_size)
-    else:
-        given = gapped.contexts(config.block_size)
-        modes.check_context(given[0], config, scored_from)
-        contexts = [*given]
-        note = gapped.dropped_note(len(given), config.block_size)
-    if note and session.procs.main:
-        show(note, file=sys.stderr)
-    return contexts
+    context = request.context or gaps.encode_gaps(
+        request.text, session.tokenizer, config.block_size
+    )
+    modes.check_context(context, config, scored_from)
+    return context
 
 
 def prompt_context(a: Arguments, session: Session, request: Request) -> Context:
@@ -686,8 +508,6 @@ def print_samples(
         title = f"sample {number}"
         if several:
             title += f" of prompt {record['prompt_index'] + 1}"
-        if "scores" in record:
-            title += f" ({caption(record)})"
         sys.stdout.write(f"=== {title} ===\n")
         text = visible(record["text"])
         # Escape sequences are for a terminal that knows them.

@@ -2,7 +2,7 @@
 
     import aogpt
     model = aogpt.load("results/books_model")
-    print(model.fill("She[MASK:2-6] home.", candidates=3)[0].text)
+    print(model.fill(["She[MASK:4] home."])[0].text)
 
 A mistake in an argument raises `aogpt.UserError`, a ValueError whose message is one
 line. `aogpt.text_model` says what a model does with text; `aogpt.model` is the network
@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from .sampling import generate
     from .text_model import (
         Alternative,
-        Filling,
-        Generated,
         Likely,
+        Sample,
         Scored,
         TextModel,
         load,
@@ -28,9 +27,8 @@ __version__ = "0.2.0"
 
 __all__ = [
     "Alternative",
-    "Filling",
-    "Generated",
     "Likely",
+    "Sample",
     "Scored",
     "TextModel",
     "UserError",

@@ -1,41 +1,127 @@
-"""The command `aogpt`, or `python -m aogpt`.
+"""The command `aogpt`, or `python -m aogpt`: text in, text out.
 
-aogpt score MODEL "The old horse was tired."        probability of tokens and text
-aogpt rank MODEL "The [cat|dog|tax] barked."        which alternative is most probable
-aogpt fill MODEL "She[MASK:2-6] home."              fill gaps
-aogpt blanks MODEL "The cat[MASK] home."            what fits into a blank
-aogpt generate MODEL "Once upon a time"             continue a text
-aogpt playground MODEL                              all of this in the browser
+MODEL is a run folder, such as results/books_model, released weights, or a Hugging Face
+repo id.
 
-MODEL: a run folder, such as results/books_model, released weights, or a Hugging Face
-repo id. `aogpt COMMAND --help` lists the options, `aogpt --version` says which release
-this is."""
+    aogpt score MODEL "The old horse was tired."     probability of tokens and text
+    aogpt rank MODEL "The [cat|dog|tax] barked."     which alternative is most probable
+    aogpt fill MODEL "She[MASK:4] home."             fill gaps
+    aogpt blanks MODEL "The cat[MASK] home."         what fits into a blank
+    aogpt generate MODEL "Once upon a time"          continue a text"""
 
+import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
+
+# isort: split
+
+import math
 import sys
+from typing import Annotated
 
-from . import __version__
-from .runtime import environment  # noqa: F401  # says if packages are missing
+import tyro
+
 from .runtime.command_line import run_script, show
 
+Model = Annotated[str, tyro.conf.Positional]
+Texts = Annotated[list[str], tyro.conf.Positional]
 
-def main() -> int | None:
-    """Run the command that the first word names, with the words after it."""
-    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if command in ("--help", "-h"):
-        show(__doc__)
-        return 0
-    if command == "--version":
+
+def load(path: str):
+    """Load a model on a GPU if there is one."""
+    from . import text_model  # imports PyTorch, which --help does not need
+
+    return text_model.load(path, device="auto")
+
+
+def score(
+    model: Model, texts: Texts, order: str = "l2r", seed: int = 0, end: bool = False
+) -> None:
+    """Print log p (nats) of the tokens of texts; --end scores the end, too."""
+    for scored in load(model).score(texts, order, seed, end):
+        for piece, log_prob in zip(scored.pieces, scored.log_probs, strict=True):
+            values = "        -        -"
+            if log_prob is not None:
+                values = f"{log_prob:9.3f} {math.exp(log_prob):8.2%}"
+            show(f"{values}  {piece!r}")
+        show(
+            f"{-scored.nats:9.3f} nats, {scored.scored} tokens, "
+            f"{scored.bits_per_byte:.4f} bits a byte"
+        )
+
+
+def rank(model: Model, texts: Texts, end: bool = False) -> None:
+    """Print alternatives with log p of the whole text, nats, and their shares."""
+    for alternatives in load(model).rank(texts, end):
+        for row in alternatives:
+            show(f"{row.log_prob:9.3f} {row.share:7.1%}  {row.text!r}")
+
+
+def blanks(model: Model, texts: Texts, top: int = 10) -> None:
+    """Print the likeliest tokens of each mask."""
+    for blanks_of_text in load(model).blanks(texts, top):
+        for likely in blanks_of_text:
+            words = [f"{one.text!r} {one.probability:.1%}" for one in likely]
+            show("  ".join(words))
+
+
+def fill(
+    model: Model,
+    texts: Texts,
+    num_samples: int = 1,
+    seed: int = 0,
+    mode: str | None = None,
+    temperature: float = 0.7,
+    top_p: float = 1.0,
+) -> None:
+    """Print texts with their gaps filled in: [MASK] is one token, [MASK:4] four."""
+    samples = load(model).fill(
+        texts, num_samples, seed, mode=mode, temperature=temperature, top_p=top_p
+    )
+    for sample in samples:
+        show(sample.text)
+
+
+def generate(
+    model: Model,
+    texts: Texts,
+    new_tokens: int = 60,
+    num_samples: int = 1,
+    seed: int = 0,
+    mode: str | None = None,
+    temperature: float = 0.7,
+    top_p: float = 1.0,
+) -> None:
+    """Print continuations of texts; --mode l2r reads best."""
+    samples = load(model).generate(
+        texts,
+        new_tokens,
+        num_samples,
+        seed,
+        mode=mode,
+        temperature=temperature,
+        top_p=top_p,
+    )
+    for sample in samples:
+        show(sample.text)
+
+
+FUNCTIONS = {
+    function.__name__: function for function in (score, rank, fill, blanks, generate)
+}
+
+
+def main() -> None:
+    """Run the function that the first word names, with the words after it."""
+    if sys.argv[1:2] == ["--version"]:
+        from . import __version__
+
         show(f"aogpt {__version__}")
-        return 0
-    program = "aogpt"
-    if sys.argv[0].endswith("__main__.py"):  # not the installed command
-        program = "python -m aogpt"
-    sys.argv = [f"{program} {command}", *sys.argv[2:]]
-    if command == "playground":
-        from .playground.app import main as run_command
+    elif sys.argv[1:2] == ["playground"]:
+        from .playground.app import main as run_playground
+
+        del sys.argv[1]
+        run_playground()
     else:
-        from .commands import main as run_command
-    return run_command()
+        tyro.extras.subcommand_cli_from_dict(FUNCTIONS, description=__doc__)
 
 
 def console() -> None:

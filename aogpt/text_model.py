@@ -1,57 +1,47 @@
-"""Models from Python: text in, text out.
+"""Models from Python: lists of texts in, lists of answers out.
 
     import aogpt
     model = aogpt.load("results/books_model")
-    print(model.score("The old horse was tired.").nats)
-    print(model.fill("She[MASK:2-6] home.", candidates=3, seed=1)[0].text)
-    print(model.rank("The [cat|dog|tax] barked.")[0].text)
-    print(model.blanks("The cat[MASK] home.")[0])
+    print(model.score(["The old horse was tired."])[0].nats)
+    print(model.fill(["She[MASK:4] home."], seed=1)[0].text)
+    print(model.rank(["The [cat|dog|tax] barked."])[0][0].text)
+    print(model.blanks(["The cat[MASK] home."])[0][0])
 
-A method that takes a text also takes a list of texts, and then returns a list. In a
-text to score, rank or compare "<|endoftext|>" ends a document, as generated text has
-it; in one to continue or to fill in it is ordinary characters. `.model` is the network,
+In a text to score or rank "<|endoftext|>" ends a document, as generated text has it; in
+one to continue or to fill in it is ordinary characters. `.model` is the network,
 `.tokenizer` its tokenizer, `.loaded` where they come from."""
 
 import contextlib
-import difflib
+import itertools
 import math
 import re
-import secrets
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, overload
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from annotated_types import Interval
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from . import checkpoints
 from .data.pieces import token_text
-from .data.tokenizers import END_OF_TEXT, Tokenizer
-from .evaluation.estimates import Estimate
-from .evaluation.eval_sets import comparable, open_texts
-from .evaluation.likelihood import BatchRunner, Scorer, Task, difference, losses_of
+from .data.tokenizers import END_OF_TEXT
 from .orders import orders_at, parse_order
 from .runtime.devices import pick_device
 from .runtime.errors import UserError
 from .runtime.processes import Processes
 from .runtime.randomness import SCORED_ORDERS
 from .runtime.validation import Count, Seed, check_value
-from .sampling import gaps, modes, resampling
-from .sampling.alternatives import common_contexts, read_choices
-from .sampling.gaps import RankBy, Scores
-from .sampling.modes import Context, DecodingOptions, Mode
-from .scoring import masked_log_probs, masked_logits
+from .sampling import gaps, modes
+from .sampling.modes import Context, DecodingOptions
+from .scoring import masked_logits, token_log_probs
 
+TEMPERATURE = 0.7  # of generated text
 BATCH_TOKENS = 4096  # of texts that are scored in one pass
-NUM_SAMPLES = 4  # fillings of each length, if the caller does not say
-Draws = Annotated[int, Interval(ge=1, le=1024)]  # random orders of a block
-SampleCount = Annotated[int, Interval(ge=1, le=4096)]
-Texts = list[str] | tuple[str, ...]
+BRACKETS = re.compile(r"\[([^\[\]]*\|[^\[\]]*)\]")  # of alternatives
+MOST_ALTERNATIVES = 512  # combinations of the brackets of a text
 
 
 @dataclass(frozen=True)
@@ -87,36 +77,14 @@ class Scored:
         return self.nats / math.log(2) / self.bytes
 
 
-class Generated(str):
-    """A generated text. It is a string that also has its tokens and the seed that
-    repeats it."""
-
-    tokens: list[int]
-    seed: int
-
-    def __new__(cls, text: str, tokens: list[int], seed: int) -> "Generated":
-        generated = super().__new__(cls, text)
-        generated.tokens = tokens
-        generated.seed = seed
-        return generated
-
-    def __getnewargs__(self) -> tuple[str, list[int], int]:
-        """Return the arguments of a copy, also of one that is read from a pickle."""
-        return str(self), self.tokens, self.seed
-
-
 @dataclass(frozen=True)
-class Filling:
-    """A text with its gaps filled in."""
+class Sample:
+    """A text that was generated or filled in."""
 
     text: str
     tokens: list[int]
-    scores: Scores  # nats per token
-    context: Context  # the tokens, None in the gaps
-    seed: int  # repeats it
-    ranked_by: str  # which of the scores puts the fillings in order
-    weight: float | None = None  # a plain GPT's: its share of p(filling | both sides)
-    effective_sample_size: float | None = None  # a plain GPT's: of the continuations
+    log_probs: list[float]  # nats, given what was known then; 0 of given tokens
+    order: list[int]  # positions in the order in which they became known
 
 
 @dataclass(frozen=True)
@@ -124,17 +92,14 @@ class Alternative:
     """A text with one of the alternatives of each bracket."""
 
     text: str
-    log_prob: float  # of the whole text, nats
+    log_prob: float  # of the whole text, left to right, nats
     share: float
-    """The share of the probability of all alternatives: p(alternative | left) p(right |
-    left, alternative), normalised over the alternatives."""
-    given_both_sides: float | None
-    """log p of the tokens that differ between alternatives, given all others, nats.
-    None for the alternative of no text, and for a plain GPT, which would have to sum
-    over all other fillings; its `share` uses both sides."""
+    """p(alternative | the rest of the text), among the alternatives: the share of the
+    whole text's probability."""
 
 
-class Likely(NamedTuple):
+@dataclass(frozen=True)
+class Likely:
     """A token that fits into a blank."""
 
     text: str  # with its leading space; <0xA9> is a byte of a longer character
@@ -191,16 +156,6 @@ def _python_names() -> Iterator[None]:
         raise type(error)(message) from error.__cause__
 
 
-def check_ranked(scores: Sequence[Scores], by: RankBy) -> None:
-    """Raise UserError if fillings have no probability of this name, such as that of the
-    text to the right where none follows."""
-    if any(math.isnan(getattr(one, by)) for one in scores):
-        raise UserError(
-            f'rank_by is "{by}", but these fillings have no such probability: leave it '
-            "out"
-        )
-
-
 class TextModel:
     """A model and its tokenizer, as `load` returns them."""
 
@@ -213,50 +168,28 @@ class TextModel:
 
     # ---- likelihood ------------------------------------------------------------------
 
-    @overload
-    def score(
-        self, text: str, order: str | Tensor = ..., seed: int = ..., *, end: bool = ...
-    ) -> Scored: ...
-
-    @overload
     def score(
         self,
-        text: Texts,
-        order: str | Tensor = ...,
-        seed: int = ...,
-        *,
-        end: bool = ...,
-    ) -> list[Scored]: ...
-
-    def score(
-        self,
-        text: str | Texts,
+        texts: Sequence[str],
         order: str | Tensor = "l2r",
         seed: int = 0,
-        *,
         end: bool = False,
-    ) -> Scored | list[Scored]:
-        """Score a text: log p of every token, given those before it in an order.
+    ) -> list[Scored]:
+        """Score texts: log p of every token, given those before it in an order.
 
         Args:
-            text: a text, or a list of texts, which are scored in batches. Longer texts
-                than a block are scored in blocks, each by itself. "<|endoftext|>" ends
-                a document: it is one token, of no bytes.
+            texts: scored in batches. Longer texts than a block are scored in blocks,
+                each by itself. "<|endoftext|>" ends a document: it is one token, of no
+                bytes.
             order: "l2r", "random" or another kind of orders.py, or a permutation (T,).
             seed: the seed of the orders, which are the same for texts of one length.
-            end: score the end of the text, too, as one more token.
+            end: score the end of each text, too, as one more token.
 
         A model without a start token does not score the first token of an order: its
         log_prob is None. Raises UserError for a text of which no token can be scored,
         and for masks."""
         check_value(seed, Seed, "seed")
-        scored = self._score_all(_list_of(text), order, seed, end)
-        return scored[0] if isinstance(text, str) else scored
-
-    def _score_all(
-        self, texts: list[str], order: str | Tensor, seed: int, end: bool
-    ) -> list[Scored]:
-        """Score texts, in blocks."""
+        texts = checked_texts(texts)
         ids_of_texts = []
         blocks = []
         orders = []
@@ -375,59 +308,18 @@ class TextModel:
         for number, row_order in enumerate(orders):
             order[number, : len(row_order)] = row_order
         lengths = torch.tensor([len(row) for row in rows])
-        along = gaps.log_probs_along(
-            self.model, x, order=order, lengths=lengths, start=torch.zeros_like(lengths)
+        along = token_log_probs(
+            self.model,
+            x.to(self.device),
+            order.to(self.device),
+            lengths=lengths.to(self.device),
         )
+        along = along.cpu().double()
         by_position = torch.zeros_like(along).scatter_(1, order, along)
         log_probs = []
         for row, padded in zip(rows, by_position.tolist(), strict=True):
             log_probs.append(padded[: len(row)])
         return log_probs
-
-    @overload
-    def score_each(self, text: str) -> Scored: ...
-
-    @overload
-    def score_each(self, text: Texts) -> list[Scored]: ...
-
-    def score_each(self, text: str | Texts) -> Scored | list[Scored]:
-        """Score every token given all others of the text, which must fit into a block.
-        The sum is no probability of the text.
-
-        Args:
-            text: a text, or a list of them."""
-        texts = _list_of(text)
-        scored = []
-        for place, one in enumerate(texts, 1):
-            with in_list(place, len(texts)):
-                scored.append(self._score_each(one))
-        return scored[0] if isinstance(text, str) else scored
-
-    def _score_each(self, text: str) -> Scored:
-        self._check_any_order()
-        gaps.refuse_masks(text, "give it to fill or blanks, or leave it out")
-        ids = self._encode(text)
-        T = len(ids)
-        log_probs: list[float | None] = []
-        tokens = torch.tensor([ids], device=self.device)
-        positions = torch.arange(T, device=self.device)
-        for rows in positions.split(16):
-            masked = positions == rows[:, None]
-            copies = tokens.expand(len(rows), T)
-            batch = masked_log_probs(self.model, copies, masked)
-            log_probs += batch[masked].tolist()
-        return self._scored(text, ids, log_probs, end=False)
-
-    def _encode(self, text: str, extra: int = 0) -> list[int]:
-        """Return the tokens of a text that fits into a block, with `extra` more."""
-        ids = self.tokenizer.encode_documents(text).tolist()
-        shortest = 1 + self.loaded.scored_from
-        longest = self.block_size - extra
-        if not shortest <= len(ids) <= longest:
-            raise UserError(
-                f"the text has {len(ids)} tokens; give {shortest} to {longest}"
-            )
-        return ids
 
     def log_prob(self, ids: list[int]) -> float:
         """Return log p of the tokens of a whole text, left to right, nats."""
@@ -436,176 +328,35 @@ class TextModel:
         (log_probs,) = self._log_probs([ids], [torch.arange(len(ids))])
         return _total(log_probs)
 
-    def compare(
-        self,
-        other: "TextModel",
-        text: str | Texts,
-        order: str = "l2r",
-        seed: int = 0,
-        draws: int = 2,
-    ) -> Estimate:
-        """Return the loss of this model minus that of another of the same tokenizer,
-        nats per token, with `half_width` of its 95% interval and `p_value`.
-
-        Args:
-            other: the second model.
-            text: a text, whose blocks are the sequences; or a list of independent
-                texts, such as sentences, each scored by itself. Then the interval and
-                p_value are by text.
-            order: an order as in `score`.
-            seed: the seed of the orders.
-            draws: random orders of each block, the same for both models."""
-        check_value(draws, Draws, "draws")
-        check_value(seed, Seed, "seed")
-        check_value(order, str, "order")
-        if not isinstance(other, TextModel):
-            raise UserError(
-                f"other is {other!r}, but it must be a TextModel: aogpt.load(PATH)"
-            )
-        with _python_names():
-            orders = parse_order(order, "order")
-        texts = _list_of(text)
-        if not texts:
-            raise UserError("there is no text to compare on")
-        for place, document in enumerate(texts, 1):
-            with in_list(place, len(texts)):
-                gaps.refuse_masks(document, "compare takes texts without one")
-        models = comparable([self.loaded, other.loaded])
-        size = min(self.block_size, other.block_size)
-        eval_set = open_texts(
-            "text", texts, models[0], max_sequences=None, block_size=size
-        )
-        alone = Processes(rank=0, world_size=1, device=self.device)
-        runner = BatchRunner(alone, torch.float32, size)
-        tasks = []
-        for model, loaded in zip((self, other), models, strict=True):
-            model._check_any_order(orders.kind == "l2r")
-            elbo = loaded.model.config.is_encoder and orders.kind == "random"
-            scorer = Scorer(orders, joint=elbo)
-            tasks.append(Task(loaded, eval_set, order, scorer))
-        losses = [losses_of(task, runner, seed, draws) for task in tasks]
-        return difference(tasks, losses)
-
     # ---- generation ------------------------------------------------------------------
 
-    @overload
     def generate(
         self,
-        prompt: str = ...,
-        new_tokens: int | None = ...,
-        *,
-        num_samples: None = ...,
-        seed: int | None = ...,
-        temperature: float = ...,
-        top_p: float = ...,
-        top_k: int | None = ...,
-        mode: Mode | None = ...,
-        **options: Any,
-    ) -> Generated: ...
-
-    @overload
-    def generate(
-        self,
-        prompt: str = ...,
-        new_tokens: int | None = ...,
-        *,
-        num_samples: int,
-        seed: int | None = ...,
-        temperature: float = ...,
-        top_p: float = ...,
-        top_k: int | None = ...,
-        mode: Mode | None = ...,
-        **options: Any,
-    ) -> list[Generated]: ...
-
-    @overload
-    def generate(
-        self,
-        prompt: Texts,
-        new_tokens: int | None = ...,
-        *,
-        num_samples: None = ...,
-        seed: int | None = ...,
-        temperature: float = ...,
-        top_p: float = ...,
-        top_k: int | None = ...,
-        mode: Mode | None = ...,
-        **options: Any,
-    ) -> list[Generated]: ...
-
-    @overload
-    def generate(
-        self,
-        prompt: Texts,
-        new_tokens: int | None = ...,
-        *,
-        num_samples: int,
-        seed: int | None = ...,
-        temperature: float = ...,
-        top_p: float = ...,
-        top_k: int | None = ...,
-        mode: Mode | None = ...,
-        **options: Any,
-    ) -> list[list[Generated]]: ...
-
-    def generate(
-        self,
-        prompt: str | Texts = "",
+        prompts: Sequence[str],
         new_tokens: int | None = None,
+        num_samples: int = 1,
+        seed: int = 0,
         *,
-        num_samples: int | None = None,
-        seed: int | None = None,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int | None = None,
-        mode: Mode | None = None,
+        temperature: float = TEMPERATURE,
         **options: Any,
-    ) -> Generated | list[Generated] | list[list[Generated]]:
-        """Continue a prompt.
+    ) -> list[Sample]:
+        """Continue prompts.
 
         Args:
-            prompt: a text, or a list of texts, which are continued in batches.
+            prompts: continued in batches; "" begins a text.
             new_tokens: how many to generate; by default what fits into a block.
-            num_samples: return a list of this number of samples of each prompt.
-            seed: repeats the samples; None: draws anew each time. A sample's `seed`
-                says which.
-            temperature: 0 takes the most probable token.
-            top_p: draw from the most probable tokens that together have this
-                probability.
-            top_k: draw from this number of most probable tokens.
-            mode: the order: "mdm" (default), "l2r" (default of a plain GPT),
-                "confidence", ...
-            options: other fields of `sampling.modes.DecodingOptions`.
-
-        Returns a `Generated`, a string with the prompt; lists for a list or with
-        num_samples."""
-        count = 1 if num_samples is None else num_samples
-        check_value(count, SampleCount, "num_samples")
-        seed = _checked_seed(seed)
+            num_samples: of each prompt, one after the other.
+            seed: repeats the samples.
+            temperature: below 1 tokens are more probable ones than the model's.
+            options: fields of `sampling.modes.DecodingOptions`, such as mode="l2r" or
+                top_p=0.9."""
         check_value(new_tokens, int | None, "new_tokens")
-        prompts = _list_of(prompt)
         contexts = []
-        for place, text in enumerate(prompts, 1):
+        for place, prompt in each_text(prompts):
             with in_list(place, len(prompts)):
-                contexts.append(self._context_after(text, new_tokens))
-        if not contexts:
-            return []
-        options.update(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            mode=mode,
-        )
-        rows = self._sample(contexts, count, seed, options)
-        samples = []
-        for row in rows:
-            samples.append(Generated(self.tokenizer.decode(row), row, seed))
-        if num_samples is None:
-            return samples[0] if isinstance(prompt, str) else samples
-        samples_of_prompts = []
-        for start in range(0, len(samples), count):
-            samples_of_prompts.append(samples[start : start + count])
-        return samples_of_prompts[0] if isinstance(prompt, str) else samples_of_prompts
+                contexts.append(self._context_after(prompt, new_tokens))
+        options["temperature"] = temperature
+        return self._sample(contexts, num_samples, seed, options)
 
     def _context_after(self, prompt: str, new_tokens: int | None) -> Context:
         """Return the tokens of a prompt, and None for each token to generate."""
@@ -620,271 +371,76 @@ class TextModel:
             )
         return ids + [None] * count
 
-    @overload
     def fill(
         self,
-        text: str,
-        candidates: int = ...,
+        texts: Sequence[str],
+        num_samples: int = 1,
+        seed: int = 0,
         *,
-        num_samples: int | None = ...,
-        seed: int | None = ...,
-        temperature: float | None = ...,
-        top_p: float = ...,
-        top_k: int | None = ...,
-        mode: Mode | None = ...,
-        rank_by: RankBy | None = ...,
+        temperature: float = TEMPERATURE,
         **options: Any,
-    ) -> list[Filling]: ...
-
-    @overload
-    def fill(
-        self,
-        text: Texts,
-        candidates: int = ...,
-        *,
-        num_samples: int | None = ...,
-        seed: int | None = ...,
-        temperature: float | None = ...,
-        top_p: float = ...,
-        top_k: int | None = ...,
-        mode: Mode | None = ...,
-        rank_by: RankBy | None = ...,
-        **options: Any,
-    ) -> list[list[Filling]]: ...
-
-    def fill(
-        self,
-        text: str | Texts,
-        candidates: int = 1,
-        *,
-        num_samples: int | None = None,
-        seed: int | None = None,
-        temperature: float | None = None,
-        top_p: float = 1.0,
-        top_k: int | None = None,
-        mode: Mode | None = None,
-        rank_by: RankBy | None = None,
-        **options: Any,
-    ) -> list[Filling] | list[list[Filling]]:
-        """Fill the gaps of a text, "She[MASK:2-6] home.": [MASK] is one token, [MASK:3]
-        three, [MASK:2-6] two to six. Put no space before a mask, since words begin with
-        theirs; a warning says where there is one.
-
-        A plain GPT has not learned to fill gaps. It draws continuations of the left
-        text and weights them by how probable they and the rest of the text are
-        (`sampling.resampling`). `weight` and `effective_sample_size` of a filling say
-        how far to trust that. With mode="resampling" any decoder fills gaps so.
-
-        Args:
-            text: a text with gaps, or a list of them.
-            candidates: how many different fillings to return at most, the best first.
-            num_samples: fillings to draw of each length, by default 4; with resampling,
-                continuations to draw, by default 64.
-            seed: repeats the fillings; None: draws anew each time. `Filling.seed` says
-                which.
-            temperature: 0 takes the most probable token; by default 1. Resampling draws
-                continuations at this temperature, by default 0.75; the weights correct
-                for it.
-            top_p: draw from the most probable tokens that together have this
-                probability.
-            top_k: draw from this number of most probable tokens.
-            mode: the order: "mdm" (default), "l2r", "confidence", ...; or "resampling".
-            rank_by: "filling": the mean log p of the filling given both sides. "right":
-                that of the text to the right given all before it. "joint": that of
-                both, left to right. By default "filling" if all gaps have known
-                lengths, else "right", which does not depend on the number of tokens
-                that are filled in. Resampling: "joint", or "joint and right" where
-                lengths differ, which counts the text to the right twice.
-            options: other fields of `sampling.modes.DecodingOptions`.
-
-        Returns a list of fillings; a list of such lists for a list of texts. Raises
-        UserError for a text without masks, or whose shortest gaps exceed a block."""
-        check_value(candidates, SampleCount, "candidates")
-        if num_samples is not None:
-            check_value(num_samples, SampleCount, "num_samples")
-        check_value(rank_by, RankBy | None, "rank_by")
-        first_seed = _checked_seed(seed)
-        options.update(top_p=top_p, top_k=top_k, mode=mode)
-        if temperature is not None:
-            options["temperature"] = temperature
-        texts = _list_of(text)
-        gapped_texts = []
-        for place, one in enumerate(texts, 1):
+    ) -> list[Sample]:
+        """Fill the gaps of texts, "She[MASK:4] home.": [MASK] is one token, [MASK:4]
+        four. Put no space before a mask, since words begin with theirs. Arguments as of
+        `generate`. Raises UserError for a text without masks."""
+        contexts = []
+        for place, text in each_text(texts):
             with in_list(place, len(texts)):
-                gapped = gaps.encode_gaps(one, self.tokenizer, self.block_size)
-            gapped_texts.append(gapped)
-            _note_space(one, self.tokenizer)
-        fillings_of_texts = []
-        for place, gapped in enumerate(gapped_texts, 1):
-            fill = self._fill
-            if resampling.is_resampled(gapped, mode, self.model.config):
-                fill = self._fill_by_resampling
-            with in_list(place, len(texts)):
-                fillings = fill(
-                    gapped,
-                    candidates=candidates,
-                    num_samples=num_samples,
-                    seed=gaps.seed_of_request(first_seed, place - 1),
-                    rank_by=rank_by,
-                    options=options,
-                )
-            fillings_of_texts.append(fillings)
-        return fillings_of_texts[0] if isinstance(text, str) else fillings_of_texts
-
-    def _fill(
-        self,
-        gapped: gaps.Gapped,
-        candidates: int,
-        num_samples: int | None,
-        seed: int,
-        rank_by: RankBy | None,
-        options: dict[str, Any],
-    ) -> list[Filling]:
-        """Draw fillings of every length, and rank them."""
-        contexts = gapped.contexts(self.block_size)
-        note = gapped.dropped_note(len(contexts), self.block_size)
-        if note:
-            warnings.warn(note, stacklevel=3)
-        count = num_samples or NUM_SAMPLES
-        if len(contexts) == 1:
-            count = max(count, candidates)
-        rows = self._sample(contexts, count, seed, options)
-        context_of_rows = []
-        for context in contexts:
-            context_of_rows += [context] * count
-        by = rank_by or gaps.rank_by(self.model, contexts)
-        best = gaps.best_fillings(
-            self.model, context_of_rows, rows, most=candidates, by=by
-        )
-        check_ranked([scores for _, scores in best], by)
-        fillings = []
-        for i, scores in best:
-            filling = Filling(
-                text=self.tokenizer.decode(rows[i]),
-                tokens=rows[i],
-                scores=scores,
-                context=context_of_rows[i],
-                seed=seed,
-                ranked_by=by,
-            )
-            fillings.append(filling)
-        return fillings
-
-    def _fill_by_resampling(
-        self,
-        gapped: gaps.Gapped,
-        candidates: int,
-        num_samples: int | None,
-        seed: int,
-        rank_by: RankBy | None,
-        options: dict[str, Any],
-    ) -> list[Filling]:
-        """Draw continuations of the text before the gaps, and weight them."""
-        if rank_by == "filling":
-            raise UserError(
-                'resampling has no probability of a filling given both sides: "joint" '
-                "ranks in the same way"
-            )
-        options = dict(options)
-        options.setdefault("temperature", resampling.TEMPERATURE)
-        decoding = self._decoding(options)
-        modes.check_start(bool(gapped.known[0]), self.loaded.scored_from)
-        note = resampling.dropped_note(gapped, self.block_size)
-        if note:
-            warnings.warn(note, stacklevel=3)
-        with _python_names():
-            weighted = resampling.fill_by_resampling(
-                self.model,
-                gapped,
-                seed=seed,
-                draws=num_samples or resampling.DRAWS,
-                choice=decoding,
-                vocab_size=self.loaded.vocab_size,
-            )
-        by = rank_by or ("joint" if gapped.combinations == 1 else "joint and right")
-        numbers = list(range(len(weighted.tokens)))
-        if rank_by is not None:
-            check_ranked(weighted.scores, rank_by)
-            numbers = gaps.ranked(weighted.scores, rank_by)
-        fillings = []
-        for i in numbers[:candidates]:
-            filling = Filling(
-                text=self.tokenizer.decode(weighted.tokens[i]),
-                tokens=weighted.tokens[i],
-                scores=weighted.scores[i],
-                context=weighted.contexts[i],
-                seed=seed,
-                ranked_by=by,
-                weight=weighted.weights[i],
-                effective_sample_size=weighted.effective_sample_size,
-            )
-            fillings.append(filling)
-        return fillings
+                contexts.append(gaps.encode_gaps(text, self.tokenizer, self.block_size))
+        options["temperature"] = temperature
+        return self._sample(contexts, num_samples, seed, options)
 
     def _sample(
         self, contexts: list[Context], count: int, seed: int, options: dict[str, Any]
-    ) -> list[list[int]]:
-        """Return the tokens of `count` samples of each context."""
-        decoding = self._decoding(options)
-        for context in contexts:
-            modes.check_context(context, self.model.config, self.loaded.scored_from)
-        with _python_names():
-            return modes.generate_rows(
-                self.model,
-                contexts,
-                decoding,
-                vocab_size=self.loaded.vocab_size,
-                seed=seed,
-                count=count,
-            )
-
-    def _decoding(self, options: dict[str, Any]) -> DecodingOptions:
-        """Return the options of decoding, with the defaults of their mode. Raises
-        UserError for unknown and impossible ones."""
-        values: dict[str, Any] = {}
-        for name, value in options.items():
-            _check_option(name)
-            values[name] = _as_tuples(value)
+    ) -> list[Sample]:
+        """Return `count` samples of each context."""
+        check_value(seed, Seed, "seed")
+        check_value(count, Count, "num_samples")
         config = self.model.config
+        unknown = sorted(set(options) - set(DecodingOptions.__dataclass_fields__))
+        if unknown:
+            raise UserError(f"there is no option {unknown[0]!r}")
+        for context in contexts:
+            modes.check_context(context, config, self.loaded.scored_from)
+        samples = []
         with _python_names():
-            decoding = DecodingOptions(**values)
+            decoding = DecodingOptions(**options)
             decoding = modes.with_mode_defaults(decoding, config.l2r_only)
             modes.check_mode(decoding, config)
-            return decoding
+            if not contexts:
+                return []
+            planned = modes.plan_samples(decoding, contexts, seed, count)
+            alone = Processes(0, 1, self.device)
+            generation = modes.generate_distributed(
+                self.model, planned, decoding, self.loaded.vocab_size, alone
+            )
+        orders = generation.order.tolist()
+        for number, (tokens, _, log_probs) in enumerate(generation.rows()):
+            sample = Sample(
+                text=self.tokenizer.decode(tokens),
+                tokens=tokens,
+                log_probs=log_probs,
+                order=orders[number][: len(tokens)],
+            )
+            samples.append(sample)
+        return samples
 
     # ---- blanks and alternatives -----------------------------------------------------
 
-    @overload
-    def blanks(self, text: str, top: int = ...) -> list[list[Likely]]: ...
-
-    @overload
-    def blanks(self, text: Texts, top: int = ...) -> list[list[list[Likely]]]: ...
-
-    def blanks(
-        self, text: str | Texts, top: int = 10
-    ) -> list[list[Likely]] | list[list[list[Likely]]]:
-        """Return, for every masked token of a text, the likeliest tokens given the
-        known text, all in one pass.
-
-        Args:
-            text: a text with masks of known length, or a list of them.
-            top: how many tokens to list for each."""
+    def blanks(self, texts: Sequence[str], top: int = 10) -> list[list[list[Likely]]]:
+        """Return, for each text and every masked token of it, the `top` likeliest
+        tokens given the known text, all in one pass."""
         check_value(top, Count, "top")
         self._check_any_order()
-        texts = _list_of(text)
         likely = []
-        for place, one in enumerate(texts, 1):
-            _note_space(one, self.tokenizer)
+        for place, text in each_text(texts):
             with in_list(place, len(texts)):
-                likely.append(self._blanks(one, top))
-        return likely[0] if isinstance(text, str) else likely
+                likely.append(self._blanks(text, top))
+        return likely
 
     @torch.no_grad()
     def _blanks(self, text: str, top: int) -> list[list[Likely]]:
-        gapped = gaps.encode_gaps(text, self.tokenizer, self.block_size)
-        if gapped.combinations > 1:
-            raise UserError("give masks of one length, as [MASK:3]; fill takes a range")
-        context = gapped.context([lengths[0] for lengths in gapped.lengths])
+        context = gaps.encode_gaps(text, self.tokenizer, self.block_size)
         tokens = [token or 0 for token in context]
         is_blank = [token is None for token in context]
         logits = masked_logits(
@@ -906,96 +462,72 @@ class TextModel:
             likely_of_blanks.append(likely)
         return likely_of_blanks
 
-    @overload
-    def rank(self, text: str, *, end: bool = ...) -> list[Alternative]: ...
-
-    @overload
-    def rank(self, text: Texts, *, end: bool = ...) -> list[list[Alternative]]: ...
-
-    def rank(
-        self, text: str | Texts, *, end: bool = False
-    ) -> list[Alternative] | list[list[Alternative]]:
-        """Rank the alternatives of a text, "The [cat|dog|tax] barked.", by the
+    def rank(self, texts: Sequence[str], end: bool = False) -> list[list[Alternative]]:
+        """Rank the alternatives of texts, "The [cat|dog|tax] barked.", by the
         probability of the whole text, the most probable first. Equal texts count once.
 
         Args:
-            text: a text with alternatives in brackets, or a list of them.
+            texts: with alternatives in brackets.
             end: score the end of the text, too. Where alternatives stand at the end,
                 "She went home[.|]", the shorter one is otherwise a beginning of the
-                longer one, and a beginning is always at least as probable.
-
-        `given_both_sides` compares the tokens that are not the same in all
-        alternatives. In "c[a|o]t" these may be whole words, since tokens do not end
-        where letters do."""
-        texts = _list_of(text)
+                longer one, and a beginning is always at least as probable."""
         ranked = []
-        for place, one in enumerate(texts, 1):
+        for place, text in each_text(texts):
             with in_list(place, len(texts)):
-                ranked.append(self._rank(one, end))
-        return ranked[0] if isinstance(text, str) else ranked
+                ranked.append(self._rank(text, end))
+        return ranked
 
     def _rank(self, text: str, end: bool) -> list[Alternative]:
-        gaps.refuse_masks(
-            text, "rank takes alternatives, [this|that]; fill takes masks"
-        )
-        choices = read_choices(text)
-        words_of_texts = choices.texts()
-        rows = [self._encode(whole, extra=int(end)) for whole in words_of_texts]
-        first_tokens = {row[0] for row in rows}
-        if self.loaded.scored_from and len(first_tokens) > 1:
+        wholes = alternatives_of(text)
+        rows = [self._ids_to_score(whole, end) for whole in wholes]
+        if self.loaded.scored_from and len({row[0] for row in rows}) > 1:
             raise UserError(
                 "this model has no start token, so it cannot score the first token of "
                 "a text, and these alternatives begin differently: put a word before "
                 "them"
             )
-        contexts = common_contexts(self.tokenizer, choices.fixed, words_of_texts, rows)
-        if end:
-            rows = [[*row, self.tokenizer.eot] for row in rows]
-            contexts = [[*context, self.tokenizer.eot] for context in contexts]
-        orders = [torch.arange(len(row)) for row in rows]
-        totals = [_total(log_probs) for log_probs in self._log_probs(rows, orders)]
+        totals = [-scored.nats for scored in self.score(wholes, end=end)]
         shares = torch.tensor(totals, dtype=torch.float64).softmax(dim=0).tolist()
-        given_both_sides: list[float | None] = [None] * len(rows)
-        if not self.model.config.l2r_only:
-            scores = gaps.score_fillings(self.model, contexts, rows)
-            for i, words in enumerate(words_of_texts.values()):
-                hidden = contexts[i].count(None)
-                if hidden > 0 and any(words):
-                    given_both_sides[i] = scores[i].filling * hidden
         alternatives = []
-        for i, whole in enumerate(words_of_texts):
-            alternative = Alternative(
-                text=whole,
-                log_prob=totals[i],
-                share=shares[i],
-                given_both_sides=given_both_sides[i],
-            )
-            alternatives.append(alternative)
+        for whole, total, share in zip(wholes, totals, shares, strict=True):
+            alternatives.append(Alternative(whole, log_prob=total, share=share))
         return sorted(alternatives, key=lambda alternative: -alternative.log_prob)
 
 
-def _as_tuples(value: Any) -> Any:
-    """Return a value with lists, also those in lists, as tuples."""
-    if isinstance(value, list | tuple):
-        return tuple(_as_tuples(item) for item in value)
-    return value
+def alternatives_of(text: str) -> list[str]:
+    """Return each different text that brackets of alternatives allow."""
+    parts = BRACKETS.split(text)
+    if len(parts) == 1:
+        raise UserError("there are no alternatives; write [this|that]")
+    choices = [part.split("|") for part in parts[1::2]]
+    if math.prod(map(len, choices)) > MOST_ALTERNATIVES:
+        raise UserError(f"give at most {MOST_ALTERNATIVES} combinations")
+    wholes = {}
+    for words in itertools.product(*choices):
+        whole = parts[0]
+        for word, after in zip(words, parts[2::2], strict=True):
+            whole += word + after
+        wholes[whole] = None  # a dict keeps the order of what is written
+    return list(wholes)
 
 
-def _list_of(text: Any) -> list[str]:
-    """Return a text, or a list of texts, as a list. Raises UserError for other values,
-    such as the None or NaN of an empty cell of a table."""
-    if isinstance(text, str):
-        return [text]
-    if isinstance(text, bytes) or not isinstance(text, Iterable):
-        raise UserError(f"give a text or a list of texts; this is {text!r:.40}")
-    texts = list(text)
-    for place, one in enumerate(texts, 1):
-        if not isinstance(one, str):
+def checked_texts(texts: Any) -> list[str]:
+    """Return a list of texts. Raises UserError for other values, such as one text, or
+    the None or NaN of an empty cell of a table."""
+    if isinstance(texts, str | bytes) or not isinstance(texts, list | tuple):
+        raise UserError(f"give a list of texts; this is {texts!r:.40}")
+    for place, text in enumerate(texts, 1):
+        if not isinstance(text, str):
             raise UserError(
-                f"text {place} of {len(texts)} is {one!r:.40}; leave it out, or give a "
-                "string"
+                f"text {place} of {len(texts)} is {text!r:.40}; leave it out, or give "
+                "a string"
             )
-    return texts
+    return list(texts)
+
+
+def each_text(texts: Any) -> Iterator[tuple[int, str]]:
+    """Yield the number of each text, from 1, and the text."""
+    yield from enumerate(checked_texts(texts), 1)
 
 
 @contextlib.contextmanager
@@ -1010,39 +542,6 @@ def in_list(place: int, count: int) -> Iterator[None]:
         raise type(error)(f"text {place} of {count}: {error}") from error.__cause__
 
 
-def _note_space(text: str, tokenizer: Tokenizer) -> None:
-    """Warn of a space before a mask."""
-    note = gaps.space_note(text, tokenizer)
-    if note is not None:
-        warnings.warn(note, stacklevel=3)
-
-
 def _total(log_probs: list[float | None]) -> float:
     """Return the sum of the log-probabilities of the tokens that are scored."""
     return math.fsum(log_prob for log_prob in log_probs if log_prob is not None)
-
-
-def _check_option(name: str) -> None:
-    """Raise UserError for an option of decoding that does not exist."""
-    names = [field.name for field in fields(DecodingOptions)]
-    if name in names:
-        return
-    # A parameter of a method can be meant, too.
-    names += ["num_samples", "seed", "candidates", "new_tokens"]
-    near = difflib.get_close_matches(
-        name,
-        names,
-        n=1,
-        cutoff=0.5,
-    )
-    if near:
-        raise UserError(f"there is no option {name!r}; did you mean {near[0]!r}?")
-    raise UserError(f"there is no option {name!r}; there are {names}")
-
-
-def _checked_seed(seed: int | None) -> int:
-    """Return the seed, or a new one."""
-    if seed is None:
-        return secrets.randbits(32)
-    check_value(seed, Seed, "seed")
-    return seed

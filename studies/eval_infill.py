@@ -36,13 +36,13 @@ from aogpt.runtime.outputs import Outputs, ReportOptions, markdown_table, proven
 from aogpt.runtime.validation import Count, check_values
 from aogpt.sampling import modes
 from aogpt.sampling.modes import DecodingOptions
-from aogpt.sampling.resampling import TEMPERATURE
+from aogpt.scoring import token_log_probs
+from extras import plain_gpt
 from studies.infilling import (
     Passages,
     find_last_words,
     find_passages,
     middle_nll,
-    resample_middles,
     rouge,
 )
 
@@ -99,8 +99,6 @@ def main() -> None:
     check_values(a)
     if not a.runs:
         raise UserError("nothing to evaluate: name a run, such as results/books_model")
-    if a.decoding.mode == RESAMPLING:
-        raise UserError("--mode resampling: give --draws 16 instead")
     if a.last_word:
         for option, is_given in (
             ("--draws", a.draws is not None),
@@ -229,7 +227,7 @@ def evaluate(
             )
             row.update(rouge(texts_of(loaded, passages, samples)))
             rows.append(row)
-    if a.draws and modes.can_resample(model.config):
+    if a.draws and model.config.target != "mask_query" and not model.config.is_encoder:
         rows.append(
             resampled_row(
                 run,
@@ -268,23 +266,39 @@ def resampled_row(
     run: str, loaded: Loaded, passages: Passages, draws: int, seed: int
 ) -> dict:
     """Return the row of a decoder that fills in given both sides by resampling."""
-    weighted = resample_middles(
-        loaded.model,
-        passages,
-        draws,
-        seed,
-        loaded.vocab_size,
-    )
+    nll = []
+    best = []
+    sizes = []
+    device = loaded.model.wte.weight.device
+    spans = zip(passages.start.tolist(), passages.end.tolist(), strict=True)
+    for number, (start, end) in enumerate(spans):
+        text = passages.tokens[number]
+        order = torch.arange(len(text), device=device)[None]
+        log_probs = token_log_probs(loaded.model, text[None].to(device), order)[0]
+        joint = float(log_probs[start:].cpu().double().sum())
+        sides = [text[:start].tolist(), text[end:].tolist()]
+        gap = range(end - start, end - start + 1)
+        result = plain_gpt.fill(
+            loaded.model,
+            plain_gpt.Gapped(sides, [gap]),
+            draws=draws,
+            seed=seed + number,
+            vocab_size=loaded.vocab_size,
+        )
+        # Too small on average: the divisor is estimated from few middles.
+        nll.append((result.log_evidence - joint) / (end - start))
+        best.append(result.fillings[0].tokens)
+        sizes.append(result.effective_sample_size)
     row = {
         "run": run,
         "given": "both",
         "mode": RESAMPLING,
         "draws": draws,
-        "nll": weighted.nll,
+        "nll": nll,
         "documents": passages.document.tolist(),
-        "effective_sample_size": weighted.effective_sample_size,
+        "effective_sample_size": sizes,
     }
-    row.update(rouge(texts_of(loaded, passages, weighted.tokens)))
+    row.update(rouge(texts_of(loaded, passages, best)))
     return row
 
 
@@ -363,7 +377,7 @@ def notes(rows: list[dict]) -> list[str]:
             size = statistics.mean(row["effective_sample_size"])
             lines.append(
                 f"{row['run']}: {row['draws']} continuations at temperature "
-                f"{TEMPERATURE}, whatever the other options, of which {size:.1f} count "
+                f"{plain_gpt.TEMPERATURE}, of which {size:.1f} count "
                 "(mean effective sample size); nats/token are a lower bound on average"
             )
     for run in dict.fromkeys(row["run"] for row in rows):

@@ -14,9 +14,6 @@ from aogpt.data.loader import spread
 from aogpt.data.tokenizers import Tokenizer
 from aogpt.model import AOGPT
 from aogpt.runtime.errors import UserError
-from aogpt.sampling.gaps import gapped_of
-from aogpt.sampling.modes import Context
-from aogpt.sampling.resampling import fill_by_resampling
 from aogpt.scoring import masked_log_probs, token_log_probs
 
 SENTENCE_ENDS = (".", "!", "?")
@@ -213,51 +210,6 @@ def _masked_middle_nll(
         log_prob = log_probs.gather(1, index).squeeze(1)
         total -= log_prob.where(i < length, 0.0)
     return total / length
-
-
-@dataclass(frozen=True)
-class Resampled:
-    """The middles that were filled in given both sides: see sampling/resampling.py."""
-
-    # -log p of the true middle, nats per token: too small on average, as its divisor, a
-    # sum over all middles of its length, is estimated from few of them
-    nll: list[float]
-    tokens: list[list[int]]  # the most probable of the texts that were drawn
-    effective_sample_size: list[float]
-
-
-@torch.no_grad()
-def resample_middles(
-    model: AOGPT, passages: Passages, draws: int, seed: int, vocab_size: int
-) -> Resampled:
-    """Return the middles of passages, each filled in by `draws` continuations of the
-    left side, weighted by the right side."""
-    resampled = Resampled(
-        nll=[],
-        tokens=[],
-        effective_sample_size=[],
-    )
-    start = passages.start.tolist()
-    end = passages.end.tolist()
-    for row, text in enumerate(passages.tokens):
-        tokens = text[None].to(model.wte.weight.device)
-        order = torch.arange(len(text), device=tokens.device)[None]
-        log_probs = token_log_probs(model, tokens, order)[0].cpu().double()
-        context: Context = text.tolist()
-        context[start[row] : end[row]] = [None] * (end[row] - start[row])
-        weighted = fill_by_resampling(
-            model,
-            gapped_of(context),
-            seed=seed + row,
-            draws=draws,
-            vocab_size=vocab_size,
-        )
-        joint = float(log_probs[start[row] :].sum())  # of the middle and the right side
-        log_prob = joint - weighted.log_evidence
-        resampled.nll.append(-log_prob / (end[row] - start[row]))
-        resampled.tokens.append(weighted.tokens[0])
-        resampled.effective_sample_size.append(weighted.effective_sample_size)
-    return resampled
 
 
 class Words:

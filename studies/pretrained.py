@@ -31,6 +31,7 @@ from aogpt.runtime.files import write_json, write_text
 from aogpt.runtime.outputs import commit
 from aogpt.scoring import token_log_probs
 from aogpt.training.config import load_toml
+from extras import plain_gpt
 from studies import pretrained_page
 from studies.runs import ROOT
 
@@ -135,11 +136,11 @@ def compare_greedy(ours: aogpt.TextModel, theirs, prompt: str) -> dict:
         min_new_tokens=NEW_TOKENS,
         do_sample=False,
     )
-    text = ours.generate(prompt, NEW_TOKENS, temperature=0)
+    text = ours.generate([prompt], NEW_TOKENS, temperature=0)[0]
     return {
         "prompt": prompt,
         "new_tokens": NEW_TOKENS,
-        "text": str(text),
+        "text": text.text,
         "same_tokens": text.tokens == expected[0].tolist(),
     }
 
@@ -161,8 +162,6 @@ class Lambada:
     dtype: Literal["float32", "bfloat16"] = "float32"
     passages: int | None = None
     """The first ones; by default all."""
-    mode: str | None = None
-    """How a model of any order fills a word in (with both_sides)."""
     temperature: float | None = None
     num_samples: int | None = None
 
@@ -212,19 +211,32 @@ class Lambada:
         """Return whether the best filling of the last word is right, given the text
         before it and a full stop after it."""
         context, word = divided(text)
-        (filling,) = model.fill(
-            f"{context}[MASK:1-4].",
-            1,
-            num_samples=self.num_samples,
-            seed=seed,
-            temperature=self.temperature,
-            mode=self.mode,
+        drawn = fillings_of(
+            model, f"{context}[MASK:1-4].", seed, self.num_samples, self.temperature
         )
-        row = {"right": filling.text == f"{context} {word}."}
-        size = filling.effective_sample_size
-        if size is not None:
-            row["effective_sample_size"] = round(size, 3)
-        return row
+        best = model.tokenizer.decode(drawn.fillings[0].tokens)
+        return {
+            "right": best == f"{context} {word}.",
+            "effective_sample_size": round(drawn.effective_sample_size, 3),
+        }
+
+
+def fillings_of(
+    model: aogpt.TextModel,
+    text: str,
+    seed: int,
+    draws: int | None,
+    temperature: float | None,
+) -> plain_gpt.Fillings:
+    """Return the fillings of the gaps of a text, from left to right."""
+    return plain_gpt.fill(
+        model.model,
+        plain_gpt.read(text, model.tokenizer),
+        draws=draws or plain_gpt.DRAWS,
+        temperature=temperature or plain_gpt.TEMPERATURE,
+        seed=seed,
+        vocab_size=model.loaded.vocab_size,
+    )
 
 
 def divided(text: str) -> tuple[str, str]:
@@ -260,7 +272,6 @@ class Fill:
     """Fill in ten fixed sentences; the fillings are the best ones of one seed."""
 
     model: Path_
-    mode: str | None = None
     temperature: float | None = None
     num_samples: int | None = None
     candidates: int = 2
@@ -274,25 +285,22 @@ class Fill:
         rows = []
         for sentence in SENTENCES:
             before = time.process_time()
-            fillings = model.fill(
-                sentence,
-                self.candidates,
-                num_samples=self.num_samples,
-                seed=self.seed,
-                temperature=self.temperature,
-                mode=self.mode,
+            drawn = fillings_of(
+                model, sentence, self.seed, self.num_samples, self.temperature
             )
+            texts = []
+            for filling in drawn.fillings[: self.candidates]:
+                texts.append(model.tokenizer.decode(filling.tokens))
             row = {
                 "sentence": sentence,
-                "fillings": [filling.text for filling in fillings],
-                "effective_sample_size": fillings[0].effective_sample_size,
+                "fillings": texts,
+                "effective_sample_size": drawn.effective_sample_size,
                 "cpu_seconds": time.process_time() - before,
             }
             rows.append(row)
             show(f"{row['cpu_seconds']:.1f} s: {row['fillings']}")
         report = {
             "model": self.model,
-            "mode": self.mode,
             "temperature": self.temperature,
             "seed": self.seed,
             "load_cpu_seconds": loaded - started,

@@ -19,7 +19,7 @@ import torch._dynamo  # noqa: E402, F401
 import eval_gen  # noqa: E402, F401
 import eval_ppl  # noqa: E402, F401
 import sample  # noqa: E402, F401
-from aogpt import commands  # noqa: E402, F401
+from aogpt import text_model  # noqa: E402, F401
 from aogpt.data import prepare  # noqa: E402, F401
 
 torch.set_num_threads(1)  # other threads do not survive a fork

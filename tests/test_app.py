@@ -3,7 +3,6 @@ Chromium (skipped where gradio or Chromium is missing)."""
 
 import dataclasses
 import json
-import math
 import socket
 import subprocess
 import sys
@@ -47,7 +46,7 @@ def small(system, dtype=torch.float64):
 
 def gapped(text, written=GAPPED):
     encoded = gaps.encode_gaps(written, text.tokenizer, text.block_size)
-    return filling.Fill(text, encoded.contexts(text.block_size)[0])
+    return filling.Fill(text, encoded)
 
 
 @pytest.fixture
@@ -149,7 +148,7 @@ def test_one_rule_and_seed_throughout_takes_the_tokens_of_sample_py(rule, system
         while (blank := fill.next(rule, seed)) is not None:
             fill.draw(blank, 0.7, seed)
         (sample,) = text.fill(
-            GAPPED, mode=rule, temperature=0.7, seed=seed, num_samples=1
+            [GAPPED], mode=rule, temperature=0.7, seed=seed, num_samples=1
         )
         assert fill.tokens == sample.tokens
 
@@ -204,35 +203,6 @@ def test_the_text_beside_keeps_pace_in_its_own_order(visit):
     assert visit("settings", compare=False).beside is None
 
 
-def test_of_unknown_lengths_the_best_is_taken_and_a_changed_text_begins_anew(visit):
-    session = visit("restart", text="ab[MASK:2-4]cd e[MASK:1-2]f")
-    text = session.fill.text
-    fillings = text.fill(
-        "ab[MASK:2-4]cd e[MASK:1-2]f", num_samples=2, mode="l2r", seed=0
-    )
-    assert session.fill.context == fillings[0].context
-    assert session.note.startswith("Lengths of the gaps")
-    steps = [visit("step").fill for _ in range(2)]
-    assert len(steps[-1].steps) == 2
-    fill = visit("step", text="x[MASK:2]y").fill
-    assert len(fill.steps) == 1
-    assert len(fill.context) == 4
-    assert not session.note
-    for wrong, words in (
-        ("x", "no mask"),
-        ("[MASK:99]", "block size"),
-        ("[MASK:", "is not a mask"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            visit("run", text=wrong)
-        assert session.fill is None  # no old text beside the error
-    fill = visit("step", text="x[MASK:2]y").fill
-    with pytest.raises(ValueError, match="seed"):
-        visit("step", text="x[MASK:2]y", seed=-1)
-    assert session.fill is fill
-    assert len(fill.steps) == 1
-
-
 @pytest.mark.parametrize("system", ["AO-GPT", "RADD"])
 def test_what_is_drawn_is_the_text_its_blanks_and_their_best_tokens(system):
     text = small(system)
@@ -277,13 +247,6 @@ def test_run_draws_again_with_the_next_seed(visit):
     assert greedy == visit("run", seed=20).fill.tokens != again
 
 
-def test_work_is_bounded(visit, monkeypatch):
-    monkeypatch.setattr(sessions, "MOST_WORK", 50)
-    with pytest.raises(ValueError, match="at most 50: give narrower ranges"):
-        visit("run", text="a[MASK:1-20] b.")
-    assert visit("run", text="a[MASK:1-4] b.").fill.blanks == []
-
-
 def test_no_half_character_is_shown():
     text = small("AO-GPT")
     fill = gapped(text, "a[MASK:3]b[MASK]")
@@ -295,31 +258,6 @@ def test_no_half_character_is_shown():
     drawn = filling.view(fill)
     texts = [token["text"] for token in drawn["tokens"]]
     assert texts[:5] == ["a", "", "", "\u2019", "b"]
-
-
-def test_a_plain_gpt_fills_blanks_from_its_weighted_fillings(monkeypatch):
-    text = small("GPT, rotary", torch.float32)
-    monkeypatch.setattr(sessions, "load", lambda path: text)
-    session = sessions.Session()
-    s = dataclasses.replace(SETTINGS, text="a[MASK:2]c d[MASK]f.")
-    session.act(s, "step")
-    (position, token, log_p), *_ = session.fill.steps
-    weighted = session.fill.weighted
-    pairs = zip(weighted.tokens, weighted.weights, strict=True)
-    share = sum(weight for tokens, weight in pairs if tokens[position] == token)
-    assert abs(math.exp(log_p) - share) < 1e-9
-    with pytest.raises(ValueError, match="tokens of the fillings that it drew"):
-        session.act(dataclasses.replace(s, own="\x01"), "write")
-    session.act(s, "run")
-    assert session.fill.tokens in weighted.tokens
-    shares = dict(zip(map(tuple, weighted.tokens), weighted.weights, strict=True))
-    expected = math.log(shares[tuple(session.fill.tokens)])
-    assert abs(session.fill.sums[-1] - expected) < 1e-6
-    drawn = json.loads(json.dumps(filling.view(session.fill), allow_nan=False))
-    assert len(drawn["scores"]) == 2
-    session.act(dataclasses.replace(s, text="a[MASK:1-3]c"), "run")
-    assert session.note.startswith("Lengths of the gaps")
-    assert not session.fill.blanks
 
 
 def test_the_list_has_folders_of_models_and_runs(tmp_path, monkeypatch):

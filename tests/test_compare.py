@@ -210,11 +210,11 @@ LINES = ["the order", "", "of any mask", "x", "  ", "is drawn at random, said th
 
 
 def test_each_line_of_a_text_is_a_document(compare, run, raw, tmp_path):
-    """Against each line scored by itself, and as `compare` says from Python."""
+    """Against each line scored by itself."""
     text = tmp_path / "my.txt"
     text.write_text("\n".join(LINES) + "\n")
     report = compare(run, raw, "--lines --num-orders 3 --seed 2", datasets=[text])
-    l2r, random = report["differences"]
+    l2r = report["differences"][0]
     lines = [line for line in LINES if line.strip()]
     models = [aogpt.load(path) for path in (run, raw)]
     scored = [model.score(lines) for model in models]
@@ -232,11 +232,6 @@ def test_each_line_of_a_text_is_a_document(compare, run, raw, tmp_path):
     assert l2r["document_error"] == pytest.approx(error, rel=1e-3)
     expected = 2 * stats.t.sf(abs(mean) / error, 3)
     assert l2r["p"] == pytest.approx(expected, rel=1e-2)
-    for row in (l2r, random):
-        again = models[0].compare(models[1], lines, row["orders"], seed=2, draws=3)
-        assert row["nll"]["difference"] == pytest.approx(again.nll, abs=1e-6)
-        assert row["p"] == pytest.approx(again.p_value, rel=1e-2)
-        assert (again.documents, again.sequences) == (4, 5)
     # Without it the file is one document.
     joined = compare(run, raw, "--orders l2r", datasets=[text])["differences"][0]
     assert (joined["documents"], joined["p_by"]) == (1, "sequence")

@@ -18,11 +18,11 @@ import convert
 import eval_gen
 import eval_ppl
 import sample
-from aogpt import commands
+from aogpt import __main__ as commands
 from aogpt.data import prepare
 from aogpt.playground import app
 from aogpt.training import config as configuration
-from extras import harness
+from extras import harness, plain_gpt
 from studies import (
     bench,
     eval_infill,
@@ -67,6 +67,7 @@ SCRIPTS = {
     "aogpt generate": commands,
     "aogpt playground": app,
     "extras.harness": harness,
+    "extras.plain_gpt": plain_gpt,
     "studies.bench": bench,
     "studies.eval_infill": eval_infill,
     "studies.eval_tasks": eval_tasks,
@@ -206,7 +207,10 @@ def parse(monkeypatch):
                 monkeypatch.setattr(one, "run", stop(one.run))
         else:
             monkeypatch.setattr(tyro, "cli", parse_only)
-        monkeypatch.setattr("sys.argv", [script, *words])
+            for name, function in commands.FUNCTIONS.items():
+                monkeypatch.setitem(commands.FUNCTIONS, name, stop(function))
+        name = script.split() if SCRIPTS[script] is commands else [script]
+        monkeypatch.setattr("sys.argv", [*name, *words])
         with pytest.raises(Parsed) as parsed:
             tyro.cli(convert.convert) if script == "convert.py" else SCRIPTS[
                 script

@@ -301,7 +301,7 @@ def test_end_of_text_in_a_text_is_one_token_of_no_bytes(evaluate, run, tmp_path)
     file.write_text(text)
     words = ["--orders", "l2r", "--text", text]
     rows = evaluate("", *words, datasets=[file])["results"]
-    scored = aogpt.load(run).score(text)
+    (scored,) = aogpt.load(run).score([text])
     for row in rows:
         assert row["tokens"] == 7 + 1 + 5
         assert row["nll"] == pytest.approx(scored.nats_per_token, rel=1e-5)

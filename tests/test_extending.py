@@ -197,10 +197,6 @@ def test_a_token_rule_is_a_field_and_where_it_truncates(project):
     assert "above_mean 1.25" in project.run("sample.py", *words)
     judged = ["--judge", "out/run", "--num-samples", 2]
     assert "above_mean 1.25" in project.run("eval_gen.py", *words, *judged)
-    # The command of the package has it, too.
-    project.run(
-        "-m", "aogpt", "fill", "out/run", "any[MASK:2]model", "--seed", 1, *rule
-    )
 
 
 def test_a_score_of_positions_is_a_function_and_a_row(project):

@@ -47,9 +47,6 @@ USES = {
     "samples": lambda: modes.plan_samples(OPTIONS, [[None] * LENGTH] * 4, 7, 5),
     "shuffle": bits(randomness.SHUFFLE, range(1), 30),
     "lengths": bits(randomness.LENGTHS, range(1), 30),
-    "resampled tokens": bits(randomness.RESAMPLED_TOKENS, ROWS, 9),
-    "resampling": bits(randomness.RESAMPLING, range(1), 1),
-    "seeds of infills": bits(randomness.INFILL_SEEDS, range(1), 1),
     "dropout": bits(randomness.DROPOUT, ROWS, 1),
 }
 

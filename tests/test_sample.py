@@ -27,7 +27,6 @@ from helpers import (
     write_rows,
 )
 
-import aogpt
 import sample
 from aogpt import checkpoints as checkpoint
 from aogpt import scoring
@@ -38,7 +37,6 @@ from aogpt.runtime.command_line import visible
 from aogpt.runtime.processes import Processes
 from aogpt.runtime.randomness import PLANS
 from aogpt.sampling import engine, modes
-from aogpt.scoring import token_log_probs
 
 ROWS = [
     {"prompt": "the "},
@@ -573,18 +571,6 @@ def test_a_text_with_masks_that_is_too_long_is_left_out(draw, script, run, tmp_p
     assert f"{path} line 2: text and masks exceed" in err
 
 
-def test_gaps_of_a_plain_gpt_that_are_too_long_are_left_out(
-    draw, script, plain, tmp_path
-):
-    texts = ("a[MASK:2]b", "a[MASK:1-8]b[MASK:1-8]c", "b[MASK:3]c")
-    path = write_jsonl(tmp_path / "a.jsonl", texts, field="infill")
-    lines = draw("--prompts", path, "--num-samples", 1, path=plain)
-    assert column(lines, "prompt_index") == [0, 2]
-    _, _, err = script(sample, plain, "--prompts", path, "--num-samples", 1)
-    assert "skipped 1 of 3 prompts" in err
-    assert f"{path} line 2: with its longest gaps" in err
-
-
 NO_TARGET = "needs a model that is conditioned on the target position"
 
 
@@ -606,46 +592,6 @@ def test_a_model_without_target_positions_goes_left_to_right_only(
 ):
     said = refused(*words(arguments), path=plain)
     assert all(word in said for word in words(message)), said
-
-
-def test_a_plain_gpt_fills_gaps_by_resampling(draw, plain, prompts):
-    model = aogpt.load(plain)
-    text = "the[MASK:2] é[MASK:1] a"
-    samples = draw("--infill", text, "--num-samples", 70, "--seed", 3, path=plain)
-    assert len(samples) == 70
-    expected = model.fill(text, 70, seed=3, num_samples=70)
-    weights = {tuple(filling.tokens): filling.weight for filling in expected}
-    for line in samples:
-        check_given(line, "the", 2, " é", 1, " a")
-        assert line["infill"] == text
-        assert line["weight"] == pytest.approx(weights[tuple(line["tokens"])])
-        assert line["effective_sample_size"] >= 1
-        assert line["settings"]["temperature"] == 0.75  # that was taken
-        ids = torch.tensor([line["tokens"]])
-        order = torch.arange(ids.shape[1])[None]
-        along = token_log_probs(model.model, ids, order)[0]
-        for log_prob, place in zip(line["log_probs"], line["step"], strict=True):
-            assert place >= 0 or log_prob == 0
-        places = [place for place, step in enumerate(line["step"]) if step >= 0]
-        assert [line["step"][place] for place in places] == [0, 1, 2]
-        log_probs = [line["log_probs"][place] for place in places]
-        assert log_probs == pytest.approx(along[places].tolist(), abs=1e-4)
-    # the most probable filling is drawn most often of all, in proportion to its weight
-    best = max(weights, key=weights.get)
-    count = sum(tuple(line["tokens"]) == best for line in samples)
-    error = (70 * weights[best] * (1 - weights[best])) ** 0.5
-    assert abs(count - 70 * weights[best]) <= 4 * error + 1e-9
-
-    # lengths: the best, as `fill` ranks them; beside prompts, in a file
-    gap = "the[MASK:1-3] step"
-    rows = prompts([{"infill": gap}, {"prompt": "a", "length": 5}, {"infill": gap}])
-    lines = draw("--prompts", rows, "--candidates", 2, "--seed", 3, path=plain)
-    assert [line["prompt_index"] for line in lines] == [1] * 4 + [0] * 2 + [2] * 2
-    expected = model.fill(gap, 2, seed=3)
-    filled = [line["tokens"] for line in lines if line["prompt_index"] == 0]
-    assert filled == [filling.tokens for filling in expected]
-    other = [line["weight"] for line in lines if line["prompt_index"] == 2]
-    assert other != [filling.weight for filling in expected]
 
 
 def test_a_mask_in_a_prompt_is_told(refused, prompts):
@@ -789,11 +735,6 @@ def test_a_huge_number_of_samples_takes_no_more_memory_than_a_part(run, tmp_path
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     assert len(read_lines(path)) >= modes.MOST_AT_ONCE
-
-
-def test_rankings_of_too_many_fillings_are_refused(mistake, run):
-    words = ["--infill", "the[MASK:2] step", "--candidates", 10**9]
-    assert "fillings to rank, more than" in mistake(sample, run, *words)
 
 
 def test_generated_text_is_bold_on_a_terminal():

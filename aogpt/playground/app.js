@@ -83,9 +83,9 @@ function drawSums(parent, views) {
 }
 
 function draw() {
-  const { error, note, views = [] } = props.value || {};
+  const { error, views = [] } = props.value || {};
   element.replaceChildren();
-  add(element, "p", error ? "error" : "note", error || note || "").setAttribute("role", "status");
+  add(element, "p", "error", error || "").setAttribute("role", "status");
   if (!views.length) return;
   const texts = add(element, "div", "columns");
   views.forEach((view, number) => {

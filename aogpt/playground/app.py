@@ -4,7 +4,7 @@
     aogpt playground out/quickstart --port 7861
 
 The list of models has those of out/ and the folders of models/, such as a SmolLM2 in
-models/smollm2. A plain GPT fills gaps by resampling (`sampling.resampling`).
+models/smollm2. A plain GPT can only continue.
 
 It needs gradio: pip install gradio, which is also the extra aogpt[playground]; in a
 clone, `make playground` does that."""
@@ -28,17 +28,14 @@ from .fill import view
 from .session import RULES, Session, Settings
 
 BOOKS = "results/books_model"
-EXAMPLE = '"I am very glad to see you," said[MASK:3-5], and she smiled[MASK:3].'
+EXAMPLE = '"I am very glad to see you," said[MASK:4], and she smiled[MASK:3].'
 INTRO = """# AO-GPT playground
 The model fills in the gaps of a text one token at a time, in any order. **Step** fills
 in the outlined blank. The order chooses that blank, or you do: click one. Then you can
 also choose its token, or write your own. **Run** fills in all blanks; again, it draws
 another text. One visitor is served at a time: *queue: 1* means that another visitor
 comes first."""
-GAPS = (
-    "[MASK:3]: three tokens. [MASK:2-6]: two to six, whichever fits. No space before a "
-    "mask."
-)
+GAPS = "[MASK:3]: three tokens. No space before a mask."
 NO_GRADIO = (
     "the playground needs gradio: pip install gradio (the extra aogpt[playground]); in "
     "a clone: make playground"
@@ -148,7 +145,7 @@ def page(run: str):
                     session.act(settings, action)
                 except (UserError, OSError) as problem:
                     error = visible(problem, one_line=True)
-                drawn = {"error": error, "note": session.note, "views": views(session)}
+                drawn = {"error": error, "views": views(session)}
                 row = gr.Row(visible=settings.compare)
                 return session, drawn, row, *session.seeds
 

@@ -12,12 +12,10 @@ from ..data.pieces import readable_pieces, token_text
 from ..runtime.command_line import visible
 from ..runtime.errors import UserError
 from ..runtime.randomness import PLANS, TOKENS, philox_bits, to_uniform
-from ..sampling import gaps
-from ..sampling.modes import Context, check_start
-from ..sampling.resampling import fill_by_resampling
+from ..sampling.modes import Context
 from ..sampling.scores import scores_of
 from ..sampling.token_choice import TokenChoice, choose_tokens
-from ..scoring import masked_logits
+from ..scoring import masked_logits, token_log_probs
 
 IMPOSSIBLE = -1e4  # nats
 CHOICES = 8  # tokens that are listed for a blank
@@ -173,73 +171,22 @@ class Fill:
     def left_to_right(self) -> tuple[float, float]:
         """Return log p of a finished text's filling given the rest, and of the whole
         text, nats."""
-        (scores,) = gaps.score_fillings(
-            self.text.model, given=[self.context], tokens=[self.tokens]
+        given = [i for i, token in enumerate(self.context) if token is not None]
+        blanks = [i for i, token in enumerate(self.context) if token is None]
+        tokens = torch.tensor([self.tokens], device=self.text.device)
+        order = torch.tensor([given + blanks], device=self.text.device)
+        start = torch.tensor([len(given)], device=self.text.device)
+        log_probs = token_log_probs(
+            self.text.model, tokens, order, prompt_lengths=start
         )
-        blanks = self.context.count(None)
-        filling = scores.filling * blanks
+        filling = float(log_probs[0, len(given) :].double().sum())
         return filling, self.text.log_prob(self.tokens)
 
 
-class PlainFill(Fill):
-    """A text whose blanks a plain GPT fills in one by one. The tokens that fit into a
-    blank are estimated from weighted fillings of the whole text, those that agree with
-    the tokens filled in so far."""
-
-    def __init__(
-        self,
-        text: aogpt.TextModel,
-        context: Context,
-        seed: int,
-    ):
-        super().__init__(text, context)
-        gapped = gaps.gapped_of(context)
-        check_start(bool(gapped.known[0]), text.loaded.scored_from)
-        self.weighted = fill_by_resampling(
-            text.model, gapped, seed=seed, vocab_size=text.loaded.vocab_size
-        )
-
-    def log_probs(self, position: int) -> Tensor:
-        """Return log p of every id at a blank, float64 (V,); IMPOSSIBLE where none was
-        drawn."""
-        vocab_size = self.text.loaded.vocab_size
-        shares = torch.zeros(vocab_size, dtype=torch.float64)
-        weighted = self.weighted
-        for tokens, weight in zip(weighted.tokens, weighted.weights, strict=True):
-            if self._agrees(tokens):
-                shares[tokens[position]] += weight
-        log_probs = (shares / shares.sum()).log()
-        return log_probs.clamp(min=IMPOSSIBLE)
-
-    def _agrees(self, tokens: list[int]) -> bool:
-        """Return whether a filling has the tokens that are filled in."""
-        for step in self.steps:
-            if tokens[step.position] != step.token:
-                return False
-        return True
-
-    def put(self, position: int, token: int) -> None:
-        """Put a token into a blank. Raises UserError for one that was not drawn."""
-        if self.log_probs(position)[token] <= IMPOSSIBLE:
-            raise UserError(
-                "a plain GPT takes tokens of the fillings that it drew: choose one of "
-                "the list, or Restart with another seed"
-            )
-        super().put(position, token)
-
-    def left_to_right(self) -> tuple[float, float]:
-        """Return NaN, and log p of the whole text, nats."""
-        return math.nan, self.text.log_prob(self.tokens)
-
-
-def new_fill(
-    text: aogpt.TextModel,
-    context: Context,
-    seed: int,
-) -> Fill:
-    """Return a text to fill in with any model."""
+def new_fill(text: aogpt.TextModel, context: Context) -> Fill:
+    """Return a text to fill in. Raises UserError for a plain GPT."""
     if text.model.config.l2r_only:
-        return PlainFill(text, context, seed)
+        raise UserError("this model is a plain GPT, which only continues texts")
     return Fill(text, context)
 
 
@@ -273,8 +220,7 @@ def score_views(fill: Fill) -> list[tuple[str, float, int]]:
     if fill.blanks:
         return scores
     filling, whole = fill.left_to_right()
-    if not math.isnan(filling):
-        scores.append(("the same tokens, left to right", filling, count))
+    scores.append(("the same tokens, left to right", filling, count))
     # Without a start token the first token is not scored.
     scored = len(fill.tokens) - fill.text.loaded.scored_from
     scores.append(("the whole text, left to right", whole, scored))

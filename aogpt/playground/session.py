@@ -1,7 +1,6 @@
 """The state of the page for one visitor of the playground, and the actions on it."""
 
 import functools
-import itertools
 from dataclasses import dataclass, replace
 
 from .. import text_model as aogpt
@@ -9,15 +8,12 @@ from ..runtime.devices import pick_device
 from ..runtime.errors import UserError
 from ..runtime.validation import Seed, check_value
 from ..sampling import gaps
-from ..sampling.modes import Context
 from ..sampling.scores import SCORES
 from .fill import Fill, new_fill
 
 RULES = {"left to right": "l2r", "random": "random"}
 RULES.update({score.title: name for name, score in SCORES.items()})
 RULES["the blank that I click"] = "click"
-DRAWS_OF_LENGTH = 2  # fillings of each length, from which the best length is chosen
-MOST_WORK = 2000  # tokens that are drawn for this
 
 
 @functools.lru_cache(maxsize=4)
@@ -53,7 +49,6 @@ class Session:
         self.selected: int | None = None  # the blank that the next step fills in
         self.source: tuple[str, str] | None = None  # the model and the text
         self.seeds = (0, 0)  # of the text and the one beside
-        self.note = ""
 
     def act(self, settings: Settings, action: str) -> None:
         """Do what a visitor asks for; then the text beside keeps pace. Raises
@@ -117,7 +112,7 @@ class Session:
         """Fill in the same number of tokens of the text beside."""
         seed = settings.beside_seed
         if self.beside is None:
-            self.beside = new_fill(self.fill.text, self.fill.context, seed)
+            self.beside = new_fill(self.fill.text, self.fill.context)
         beside = self.beside
         while len(beside.steps) > len(self.fill.steps):
             beside.undo()
@@ -129,47 +124,8 @@ class Session:
         """Begin with the text anew. After an error no old text is left."""
         self.fill = None
         self.beside = None
-        self.note = ""
         text = load(settings.model or "")
-        gapped = gaps.encode_gaps(settings.text, text.tokenizer, text.block_size)
-        contexts = gapped.contexts(text.block_size)
-        context = contexts[0]
-        if len(contexts) > 1:
-            context = self._best_length(text, settings, contexts)
-        self.fill = new_fill(text, context, settings.seed)
+        context = gaps.encode_gaps(settings.text, text.tokenizer, text.block_size)
+        self.fill = new_fill(text, context)
         self.selected = self.fill.next(settings.rule, settings.seed)
         self.source = (settings.model, settings.text)
-
-    def _best_length(
-        self, text: aogpt.TextModel, settings: Settings, contexts: list[Context]
-    ) -> Context:
-        """Return the context with the lengths of gaps that fit best, and note them."""
-        work = DRAWS_OF_LENGTH * sum(context.count(None) for context in contexts)
-        if work > MOST_WORK:
-            raise UserError(
-                f"these gaps have {len(contexts)} lengths, {work:,} tokens to draw in "
-                f"all; here at most {MOST_WORK:,}: give narrower ranges"
-            )
-        fillings = text.fill(
-            settings.text,
-            DRAWS_OF_LENGTH * len(contexts),
-            num_samples=None if text.model.config.l2r_only else DRAWS_OF_LENGTH,
-            mode="l2r",
-            temperature=settings.temperature or None,
-            seed=settings.seed,
-        )
-        best: list[Context] = []
-        for filling in fillings:
-            if filling.context not in best:
-                best.append(filling.context)
-        lengths = [" and ".join(map(str, gap_lengths(c))) for c in best[:3]]
-        self.note = (
-            f"Lengths of the gaps in tokens, the best first: {'; then '.join(lengths)}."
-        )
-        return best[0]
-
-
-def gap_lengths(context: Context) -> list[int]:
-    """Return the number of tokens in each gap."""
-    runs = itertools.groupby(context, key=lambda token: token is None)
-    return [len(list(run)) for is_blank, run in runs if is_blank]

@@ -16,9 +16,6 @@ SCORED_MASKS = 7  # of likelihoods
 ENSEMBLES = 8
 DROPOUT = 10
 MIXTURE = 11
-RESAMPLED_TOKENS = 12  # of a plain GPT's continuations, which fill a gap
-RESAMPLING = 13  # which of these continuations are taken
-INFILL_SEEDS = 14  # of the requests of one command or list that fill gaps
 
 
 def philox_bits(

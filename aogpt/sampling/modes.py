@@ -23,7 +23,6 @@ from ..runtime.processes import Processes
 from ..runtime.randomness import PLANS, TOKENS, philox_bits, to_uniform
 from ..runtime.validation import LARGEST, Count, check_values, flag
 from ..scoring import check_boolean
-from ..systems.kinds import system_of
 from . import plans
 from .ends import cut_at_end
 from .engine import Decoder, Generation
@@ -40,7 +39,6 @@ Mode = Literal[
     "adaptive",
     Score,
     "speculative",
-    "resampling",
 ]
 UnmaskFirst = Literal[Score, "random"]
 # The tokens of a sample, None where they are to be generated.
@@ -91,9 +89,7 @@ class DecodingOptions(TokenChoice):
     adaptive: the positions of which the model is most confident first.
     confidence, entropy, margin: adaptive with that as --unmask-by.
     speculative: drafted in parallel, verified in one causal pass; exact as one token a
-    step.
-    resampling: for texts with masks: continuations of the text before them, weighted by
-    how well the text goes on after them. A plain GPT always fills masks so."""
+    step."""
     steps: Count | None = None
     """Steps of mdm and even; by default one per token to generate."""
     schedule: Schedule | None = None
@@ -247,9 +243,7 @@ def with_default_steps(
 def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
     """Raise UserError if a model cannot generate so. options: with the mode's
     defaults."""
-    if options.mode == "resampling":
-        check_resampling(options, config)
-    elif config.l2r_only and options.mode == "l2r" and options.group_size != 1:
+    if config.l2r_only and options.mode == "l2r" and options.group_size != 1:
         raise UserError(
             f"--group-size {options.group_size} needs a model that is conditioned on "
             "the target position; this one is a plain GPT: leave it out"
@@ -267,25 +261,6 @@ def check_mode(options: DecodingOptions, config: ModelConfig) -> None:
         )
     if options.mode == "speculative" and config.is_encoder:
         raise UserError("--mode speculative needs causal attention; take another mode")
-
-
-def can_resample(config: ModelConfig) -> bool:
-    """Return whether a model continues texts from left to right in its cache as a plain
-    GPT does."""
-    return not config.is_encoder and not system_of(config).mask_queries
-
-
-def check_can_resample(config: ModelConfig) -> None:
-    """Raise UserError for a model that cannot fill gaps by resampling."""
-    if not can_resample(config):
-        raise UserError(
-            "resampling needs a decoder whose queries are no [MASK]; take another mode"
-        )
-
-
-def check_resampling(options: DecodingOptions, config: ModelConfig) -> None:
-    """Raise UserError if a model cannot fill masks by resampling."""
-    check_can_resample(config)
 
 
 def check_context(context: Context, config: ModelConfig, scored_from: int) -> None:
@@ -506,11 +481,6 @@ def _mode_plan(
         case "speculative":
             return plans.speculative_plan(
                 B, length, o.draft, generator=sort_keys, given=given
-            )
-        case "resampling":
-            raise UserError(
-                "--mode resampling fills masks: give a text with masks, or take "
-                "another mode"
             )
     raise AssertionError(f"there is no mode {o.mode}")
 

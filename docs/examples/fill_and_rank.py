@@ -2,7 +2,7 @@
 
     python docs/examples/fill_and_rank.py MODEL --gaps letter.txt --spellings words.csv
 
-A line of the text file with masks, "She[MASK:2-4] home.", is printed filled in. A row
+A line of the text file with masks, "She[MASK:3] home.", is printed filled in. A row
 of the CSV file has a sentence with alternatives, "He [lead|led] the horse.", in the
 column `sentence`; the columns `best` and `share` are added and the rows printed.
 Columns are separated by commas, semicolons or tabs."""
@@ -21,8 +21,8 @@ def fill_lines(model: aogpt.TextModel, file: Path, seed: int) -> None:
     text = file.read_text(encoding="utf-8-sig")
     for line in text.splitlines():
         if "[MASK" in line:
-            fillings = model.fill(line, seed=seed)
-            line = fillings[0].text
+            (filling,) = model.fill([line], seed=seed)
+            line = filling.text
         print(line)
 
 

@@ -29,7 +29,6 @@ from studies.infilling import (
     find_last_words,
     find_passages,
     middle_nll,
-    resample_middles,
     rouge,
 )
 
@@ -175,30 +174,6 @@ def test_an_encoder_is_sampled_by_the_conditionals_that_it_is_scored_by(
         if mode != "adaptive":
             nothing_after = samples.step[b, end:] > samples.step[b, :end].max()
             assert nothing_after.all()
-
-
-def test_resampled_middles_have_their_probability_given_both_sides():
-    """Against the sum over all middles of 3 tokens, with a spare share of nats."""
-    model = make_system("GPT, rotary", 3, tokens=3, block_size=8, dtype=torch.float64)
-    model.eval()
-    tokens = random_tokens(vocab_size=3, batch_size=2, length=6, seed=1)
-    passages = Passages(
-        tokens,
-        start=torch.tensor([1, 3]),
-        end=torch.tensor([3, 5]),
-        document=torch.tensor([0, 1]),
-    )
-    middles = resample_middles(model, passages, draws=4000, seed=0, vocab_size=3)
-    for row, (start, end) in enumerate([(1, 3), (3, 5)]):
-        texts = tokens[row].repeat(9, 1)
-        texts[:, start:end] = torch.cartesian_prod(torch.arange(3), torch.arange(3))
-        log_probs = token_log_probs(model, texts, torch.arange(6).expand(9, 6))
-        joint = log_probs[:, start:].sum(dim=1)
-        true = (texts == tokens[row]).all(dim=1)
-        expected = float(joint.logsumexp(dim=0) - joint[true]) / 2
-        assert middles.nll[row] == pytest.approx(expected, abs=0.02)
-        assert middles.tokens[row] == texts[joint.argmax()].tolist()
-        assert middles.effective_sample_size[row] > 100
 
 
 def test_intervals_are_by_document_where_these_differ():
