@@ -110,7 +110,7 @@ class Experiment:
     source: str = ""  # what the paper and others say
     setting: str = ""
     caveats: str = ""
-    # in the table of all: found, says (elsewhere)
+    # in the table of all: theme, found, says (elsewhere), limit (of its verdicts)
     row: dict[str, str] = field(default_factory=dict)
     # the loss or figure that is compared; training: under training orders
     kind: str = "training"

@@ -285,6 +285,14 @@ def cost_cell(entry: dict, kind: str) -> str:
 
 NUMBER = re.compile(r"\{(E\d+ )?([^{}:]+): ([^{},]+)((?:, [^{},]+)*)\}")
 PASSAGE = re.compile(r"<<(.*?)\|\|(.*?)>>", re.S)
+THEMES = (
+    "orders",
+    "share of left to right",
+    "encoder or decoder",
+    "conditioning",
+    "starts and data",
+)
+"""Of experiments, in the order of the page of all."""
 JUDGED = ("p", "p by ranks", "Holm's p", "verdict")
 
 
@@ -752,8 +760,8 @@ def p_cell(p: float | None) -> str:
 
 def overview() -> str:
     """Return results/findings/README.md: studies/configs/findings/page.md with a row
-    for each experiment."""
-    rows = []
+    for each experiment, by theme."""
+    rows: dict[str, list[list[str]]] = {theme: [] for theme in THEMES}
     missing = []
     partial = []
     for name in experiment_names():
@@ -766,9 +774,16 @@ def overview() -> str:
         link = f"[{experiment.title}]({name}.md)"
         answer = filled(experiment.row.get("found", ""), experiment, recipes)
         elsewhere = filled(experiment.row.get("says", ""), experiment, recipes)
-        rows.append([link, answer, elsewhere, how_sure(experiment, recipes)])
-    head = ["question", "found, by recipe", "elsewhere", "how sure"]
-    table = markdown_table(head, rows, left=4)
+        sure = how_sure(experiment, recipes)
+        rows[experiment.row["theme"]].append([link, answer, elsewhere, sure])
+    head = ["", "question", "found, by recipe", "elsewhere", "how sure"]
+    lines = []
+    for theme, of_theme in rows.items():
+        name = f"**{theme}**"
+        for row in of_theme:
+            lines.append([name, *row])
+            name = ""
+    table = markdown_table(head, lines, left=5)
     text = filled((CONFIGS / "page.md").read_text())
     if missing:
         table += ["", f"Not run yet: {', '.join(missing)}."]

@@ -818,6 +818,7 @@ def test_values_are_tried_from_the_middle_for_as_long_as_the_loss_falls():
 
 EXPERIMENT = """
 title = "learning"
+row = { theme = "orders" }
 source = "everybody"
 setting = "A tiny model."
 answer = "One has to learn: {slow: still - moving} nats."
