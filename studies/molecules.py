@@ -8,7 +8,8 @@
 `prepare` writes data/molecules: a molecule a block of 64 letters, with the benchmark's
 test set as test.bin and 5,000 of its training molecules as val.bin; the scaffold test
 set lies in data/molecules_scaffolds. `ruler` measures training molecules like generated
-ones: its row must be the published one."""
+ones: its row must be the published one, but for what depends on how many molecules are
+measured, which `sizes` shows."""
 
 import json
 import random
@@ -25,7 +26,16 @@ from aogpt.data.prepare import prepare as prepare_dataset
 from aogpt.runtime.command_line import run_script, show
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import write_json
-from studies.moses import Moses, canonical, measures
+from studies.moses import (
+    Moses,
+    canonical,
+    chemnet,
+    cosine,
+    frechet,
+    measures,
+    normal,
+    scaffolds,
+)
 
 # Of all three sets, the most frequent ones first.
 LETTERS = "cC()1O2nN=3F-Ssol[H]#4Br56"
@@ -127,6 +137,38 @@ def ruler(
     write_json(out, facts | row)
 
 
+def sizes(
+    wheel: Wheel,
+    most: int = 60_000,
+    seed: int = 0,
+    out: Path = RESULTS / "sizes.json",
+) -> None:
+    """Measure how two distances of training molecules to the test set fall with the
+    number of molecules, from an eighth of MOST to all of it."""
+    moses = benchmark(wheel)
+    drawn = random.Random(seed).sample(moses.molecules("train"), most)
+    molecules, texts = canonical(drawn)
+    reference = moses.statistics("test")
+    values = chemnet(texts)
+    rows = []
+    for count in (most // 8, most // 4, most // 2, most):
+        row = {
+            "molecules": count,
+            "FCD test": frechet(
+                *normal(values[:count]),
+                reference["FCD"]["mu"],
+                reference["FCD"]["sigma"],
+            ),
+            "Scaf test": cosine(
+                scaffolds(molecules[:count]), reference["Scaf"]["scaf"]
+            ),
+        }
+        show(json.dumps(row))
+        rows.append(row)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(out, {"seed": seed, "rows": rows})
+
+
 def table(row: dict[str, float]) -> str:
     """Return the measured row below the published one of training molecules."""
     lines = [
@@ -144,7 +186,7 @@ def cells(values: Sequence[float]) -> str:
 
 def main() -> None:
     """Command line."""
-    commands = {"prepare": prepare, "ruler": ruler}
+    commands = {"prepare": prepare, "ruler": ruler, "sizes": sizes}
     tyro.extras.subcommand_cli_from_dict(
         commands, prog="python -m studies.molecules", description=__doc__
     )

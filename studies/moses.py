@@ -216,11 +216,15 @@ def cosine(a: Counter, b: Counter) -> float:
     return product / (squares[0] * squares[1]) ** 0.5
 
 
-def activations(smiles: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean and covariance of ChemNet's last layer on canonical SMILES."""
+def chemnet(smiles: list[str]) -> np.ndarray:
+    """Return the activations of ChemNet's last layer on canonical SMILES, (N, 512)."""
     import fcd
 
-    values = fcd.get_predictions(fcd.load_ref_model(), smiles, n_jobs=0)
+    return fcd.get_predictions(fcd.load_ref_model(), smiles, n_jobs=0)
+
+
+def normal(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean and covariance of rows (N, F)."""
     return values.mean(axis=0), np.cov(values.T)
 
 
@@ -253,7 +257,7 @@ def measures(
     row["filters"] = passing / len(molecules)
     prints = fingerprints(molecules)
     row["IntDiv"] = diversity(prints)
-    mean, covariance = activations(texts)
+    mean, covariance = normal(chemnet(texts))
     pieces = fragments(molecules)
     frames = scaffolds(molecules)
     for split, name in (("test", "test"), ("test_scaffolds", "scaffolds")):

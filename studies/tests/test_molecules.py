@@ -3,6 +3,7 @@ are what the paper defines."""
 
 import gzip
 import io
+import json
 import zipfile
 from collections import Counter
 
@@ -15,8 +16,8 @@ from aogpt.data.tokenizers import get_tokenizer
 from studies import molecules
 from studies.moses import (
     Moses,
-    activations,
     canonical,
+    chemnet,
     cosine,
     diversity,
     fingerprints,
@@ -24,6 +25,7 @@ from studies.moses import (
     frechet,
     measures,
     nearest,
+    normal,
     passes,
     read_molecule,
     scaffolds,
@@ -47,7 +49,7 @@ def packed(content):
 def statistics(texts):
     """Return what the benchmark keeps of a set of molecules."""
     read, same = canonical(texts)
-    mean, covariance = activations(same)
+    mean, covariance = normal(chemnet(same))
     return {
         "FCD": {"mu": mean, "sigma": covariance},
         "SNN": {"fps": fingerprints(read).numpy()},
@@ -186,6 +188,19 @@ def test_the_ruler_prints_its_row_below_the_published_one(benchmark, tmp_path, c
     assert "| published | 1.0000 |" in said
     assert "| measured | 1.0000 |" in said
     assert out.is_file()
+
+
+def test_distances_by_the_number_of_molecules(tmp_path, capsys):
+    """All of the training set has the distance of the whole table."""
+    chosen = [f"C{'C' * n}O" for n in range(16)]
+    known = statistics(chosen)
+    moses = write_wheel(tmp_path / "w.whl", chosen, chosen, [], known, {})
+    out = tmp_path / "sizes.json"
+    molecules.sizes(moses.wheel, most=16, out=out)
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["molecules"] for row in rows] == [2, 4, 8, 16]
+    assert rows[-1]["FCD test"] == pytest.approx(0, abs=1e-3)
+    assert rows[1]["FCD test"] > 0.1
 
 
 def test_without_the_wheel_one_line_says_how_to_get_it(tmp_path):
