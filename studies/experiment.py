@@ -122,6 +122,10 @@ class Experiment:
     # Rates are tuned by the mean loss of these seeds, which are not reported.
     tuning_seeds: list[int] = field(default_factory=lambda: [100, 101])
     tune_by: str = "training"  # the figure, a loss under the run's own training orders
+    # Instead: the number of tuning runs whose figure (`kind`, a share of right answers)
+    # is at least this. Of equal numbers the values nearest to the middle of the grid
+    # count, since the outcome of few runs leaves many equal.
+    tune_by_success: float | None = None
     # run configs whose best value all others use
     tune_on: list[str] = field(default_factory=list)
     goal: float | None = None  # a loss: how many tokens until a run reaches it?

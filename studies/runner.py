@@ -135,13 +135,15 @@ def search(
     tune: dict[str, list],
     loss_of: Callable[[Values], float],
     at_hand: Callable[[Values], bool] = lambda values: False,
+    equal_to_middle: bool = False,
 ) -> list[tuple[Values, float]]:
     """Try the middle of the grid and its neighbours along every key, then neighbours of
     the best point, until all of its own have been tried: where the loss is flat, chance
     would lead away from better values. Of equal losses the lowest values count, so that
-    it goes down where every run has diverged. Points whose loss is at hand count as
-    tried. Returns those tried, in their order, with their losses; nothing if there is
-    only one point."""
+    it goes down where every run has diverged; with `equal_to_middle` those nearest to
+    the middle. Points whose loss is at hand count as tried. Returns those tried, with
+    their losses, such that the first of equal losses counts; nothing if there is only
+    one point."""
     sizes = [len(values) for values in tune.values()]
     if math.prod(sizes) <= 1:
         return []
@@ -153,19 +155,27 @@ def search(
         return chosen
 
     middle = tuple(size // 2 for size in sizes)
+
+    def in_order(places: Iterable[Place]) -> list[Place]:
+        """Return points such that the first of equal losses counts."""
+        places = sorted(places)
+        if equal_to_middle:
+            places.sort(key=lambda place: math.dist(place, middle))
+        return places
+
     tried = {}
     for place in itertools.product(*map(range, sizes)):
         if at_hand(values_at(place)):
             tried[place] = loss_of(values_at(place))
     while True:
-        best = min(sorted(tried), key=tried.get, default=middle)
+        best = min(in_order(tried), key=tried.get, default=middle)
         places = around(middle, sizes) + around(best, sizes)
         left = [place for place in places if place not in tried]
         if not left:
             break
         place = left[0]
         tried[place] = loss_of(values_at(place))
-    return [(values_at(place), tried[place]) for place in sorted(tried)]
+    return [(values_at(place), tried[place]) for place in in_order(tried)]
 
 
 def around(place: Place, sizes: list[int]) -> list[Place]:
@@ -324,37 +334,57 @@ class Runner:
         """Return what `search` tries, by the mean over these run configs and the tuning
         seeds."""
 
-        def configs(tuned: Values) -> list[Config]:
-            configs = []
+        success = self.experiment.tune_by_success
+
+        def runs(tuned: Values) -> list[tuple[Config, list[list[str]]]]:
+            """Return the tuning runs, with the commands that measure them."""
+            runs = []
             for one in run_configs:
                 for seed in self.experiment.tuning_seeds:
                     config = self.experiment.config(recipe, one, seed, tuned)
-                    configs.append(config)
-            return configs
+                    commands = []
+                    if success is not None:
+                        commands = self.commands(recipe, one, config)
+                    runs.append((config, commands))
+            return runs
 
         def loss_of(tuned: Values) -> float:
             losses = []
-            for config in configs(tuned):
-                result = self.result(recipe, config, [])
-                figure = figure_of(result, self.experiment.tune_by)
-                losses.append(figure.value if figure else math.inf)
+            for config, commands in runs(tuned):
+                result = self.result(recipe, config, commands)
+                if success is None:
+                    figure = figure_of(result, self.experiment.tune_by)
+                    losses.append(figure.value if figure else math.inf)
+                else:
+                    figure = figure_of(result, self.experiment.kind)
+                    failed = figure is None or figure.value < success
+                    losses.append(float(failed))
             return statistics.mean(losses)
 
         def at_hand(tuned: Values) -> bool:
-            keys = [key_of(config, []) for config in configs(tuned)]
-            return all(key in self.results.rows for key in keys)
+            for config, commands in runs(tuned):
+                arguments = [command[1:] for command in commands]
+                if key_of(config, arguments) not in self.results.rows:
+                    return False
+            return True
 
         if self.quick:
             return []
-        return search(run_configs[0].tune, loss_of, at_hand)
+        return search(
+            run_configs[0].tune,
+            loss_of,
+            at_hand,
+            equal_to_middle=success is not None,
+        )
 
-    def run(self, recipe: str, run_config: RunConfig, seed: int, tuned: Values) -> dict:
-        """Return the result of a run with the experiment's measures."""
-        config = self.experiment.config(recipe, run_config, seed, tuned, self.quick)
+    def commands(
+        self, recipe: str, run_config: RunConfig, config: Config
+    ) -> list[list[str]]:
+        """Return the commands that measure a run."""
         places = {
             "run": config.run_folder,
             "data": config.data.folder,
-            "seed": seed,
+            "seed": config.seed,
         }
         commands = []
         for measure in self.experiment.measures:
@@ -362,6 +392,12 @@ class Runner:
                 words = measure.words(self.quick)
                 words = [word.format_map(places) for word in words]
                 commands.append([measure.script, *words])
+        return commands
+
+    def run(self, recipe: str, run_config: RunConfig, seed: int, tuned: Values) -> dict:
+        """Return the result of a run with the experiment's measures."""
+        config = self.experiment.config(recipe, run_config, seed, tuned, self.quick)
+        commands = self.commands(recipe, run_config, config)
         return self.result(recipe, config, commands)
 
     def result(self, recipe: str, config: Config, commands: list[list[str]]) -> dict:

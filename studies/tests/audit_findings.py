@@ -70,12 +70,34 @@ class Experiment:
         self.rows = rows_of(lines)
         self.tuning_seeds = toml.get("tuning_seeds", [100, 101])
         self.tune_by = toml.get("tune_by", "training")
+        self.tune_by_success = toml.get("tune_by_success")
 
     def best_values(self, recipe: str, config: str) -> str:
         """Return the tuned values of a run config with the lowest mean loss over all
-        tuning seeds. Raises ValueError if no value has all of its runs."""
+        tuning seeds, or with the most successes. Raises ValueError if no value has all
+        of its runs."""
         means = self.tuning_losses(recipe, config)
-        return min(means, key=means.get)
+        lowest = min(means.values())
+        equal = [tuned for tuned, mean in means.items() if mean == lowest]
+        if self.tune_by_success is not None and len(equal) > 1:
+            return self.nearest_to_middle(recipe, config, equal)
+        return equal[0]
+
+    def nearest_to_middle(self, recipe: str, config: str, among: list[str]) -> str:
+        """Return the tuned values that are fewest steps, squared and added, from the
+        middle of the grid; of those the lowest."""
+        grid = self.toml["recipes"][recipe]["tune"]
+        grid = self.toml["run_configs"][config].get("tune", grid)
+        distances = {}
+        for tuned in among:
+            # In the order of the grid: the first key stands before the first value.
+            chosen = re.split("_[a-z_0-9]*[a-z_]", tuned)
+            steps = []
+            for values, value in zip(grid.values(), chosen, strict=True):
+                steps.append(values.index(float(value)) - len(values) // 2)
+            squared = sum(step**2 for step in steps)
+            distances[tuned] = (squared, steps)
+        return min(distances, key=distances.get)
 
     def tuning_losses(self, recipe: str, config: str) -> dict[str, float]:
         """Return the mean loss over all tuning seeds of each tuned value that has all
@@ -88,8 +110,13 @@ class Experiment:
                 continue
             losses.setdefault(tuned, [])
             for seed in self.tuning_seeds:
-                if seed in results:
+                if seed not in results:
+                    continue
+                if self.tune_by_success is None:
                     losses[tuned].append(figure(results[seed], self.tune_by))
+                else:
+                    right = figure(results[seed], self.toml["kind"])
+                    losses[tuned].append(float(right < self.tune_by_success))
         means = {}
         for tuned, values in losses.items():
             if len(values) == len(self.tuning_seeds) * len(tuned_on):

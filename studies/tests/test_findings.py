@@ -724,6 +724,50 @@ def test_run_configs_can_share_the_value_that_is_best_for_some_of_them(monkeypat
         assert [entry["tuned"]["optim.lr"] for entry in entries.values()] == tuned
 
 
+def test_values_are_tuned_by_the_number_of_runs_that_succeed(monkeypatch, tmp_path):
+    """Of equal numbers the values nearest to the middle count, whatever the losses. The
+    audit, which reads rows alone, chooses the same."""
+    rates = [1.0, 2.0, 4.0, 8.0, 16.0]
+    grid = {"optim.muon_lr": rates, "optim.lr": rates}
+    one = RunConfig("a", {}, grid)
+    values = {
+        "kind": "exact_star",
+        "tune_by_success": 0.9,
+        "recipes": {"r": {"tune": grid}},
+        "run_configs": {"a": {}},
+    }
+    measure = experiments.Measure(script="eval_tasks.py", arguments=["{run}"])
+    experiment = experiments.Experiment(
+        name="X",
+        recipes={"r": {"a": one}},
+        measures=[measure],
+        kind="exact_star",
+        tune_by_success=0.9,
+    )
+    for successes, best in (
+        ({(4.0, 4.0): 1, (8.0, 4.0): 2}, (8.0, 4.0)),
+        ({(2.0, 4.0): 1, (8.0, 4.0): 1, (4.0, 8.0): 1}, (2.0, 4.0)),
+        ({}, (4.0, 4.0)),
+    ):
+        lines = []
+
+        def result(self, recipe, config, commands, won=successes, lines=lines):
+            assert commands == [["eval_tasks.py", str(config.run_folder)]]
+            place = (config.optim.muon_lr, config.optim.lr)
+            right = 0.95 if config.seed - 100 < won.get(place, 0) else 0.89
+            row = {"measured": {"exact_star": [right, None]}, "tokens": [1]}
+            row["losses"] = {"training": [-config.optim.lr]}
+            lines.append(json.dumps({"run": str(config.run_folder), "result": row}))
+            return row
+
+        monkeypatch.setattr(runner.Runner, "result", result)
+        tuner = runner.Runner(experiment, runner.Results())
+        tuned = runner.best_of(one, tuner.tune("r", [one]))
+        assert tuple(tuned.values()) == best
+        audited = audit_findings.Experiment(values, lines).best_values("r", "a")
+        assert audited == "{:g}_lr{:g}".format(*best)
+
+
 def test_tuning_goes_down_where_every_run_has_diverged():
     """And takes the lower one of equal values."""
     grid = {"x": [1, 2, 3, 4, 5, 6, 7]}
