@@ -3,6 +3,7 @@ lost."""
 
 import contextlib
 import io
+import json
 import os
 import re
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import ALONE, ROOT, prepared, run_script, some_slow
+from helpers import ALONE, ROOT, prepared, run_script, some_slow, tiny_config
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -27,6 +28,7 @@ from aogpt.model import RMSNorm
 from aogpt.runtime import command_line
 from aogpt.runtime.command_line import show, visible
 from aogpt.runtime.errors import UserError
+from aogpt.runtime.files import write_text
 from aogpt.runtime.outputs import Outputs, markdown_table
 from aogpt.training.config import Config
 from aogpt.training.metrics import Log
@@ -296,13 +298,74 @@ def test_a_tilde_is_the_home_directory_in_options_and_keys(tmp_path, monkeypatch
 def test_a_long_name_works_or_is_refused_in_a_line(tmp_path, size):
     source = tmp_path / ("n" * (size - 4) + ".txt")
     source.write_text("some text " * 9)
-    try:
-        out = prepared("text", tmp_path / ("o" * size), source)
-    except OSError as error:
-        assert size == 255
-        assert "File name too long" in str(error)
-    else:
-        assert (Path(out) / "meta.json").is_file()
+    out = prepared("text", tmp_path / ("o" * size), source)
+    assert (Path(out) / "meta.json").is_file()
+    out = tmp_path / ("\N{GREEK SMALL LETTER OMEGA}" * (size // 2))
+    write_text(out, "text")
+    assert out.read_text() == "text"
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_message_that_is_too_long_is_cut(script):
+    name = "a/" * 20_000
+    status, _, err = script(sample, name + "b", "--prompts", f"{name}.txt")
+    assert status == 2
+    assert len(err) < 2100
+    assert re.search(r"\.\.\. \([34]\d,\d{3} characters\)$", err.strip())
+
+
+def test_a_file_is_not_named_as_a_folder(mistake, run, tmp_path):
+    for words in (["--html", f"{tmp_path}/new/"], [f"--html={tmp_path}/new/"]):
+        message = mistake(sample, run, *words)
+        assert f"--html {tmp_path}/new is a folder; name a file" in message
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_folder_has_a_name_in_utf_8(data, tmp_path):
+    name = os.fsdecode(b"a\xff")
+    with pytest.raises(UserError, match="give a name in UTF-8"):
+        train.train(tiny_config(data, tmp_path / name), ALONE)
+    assert not list(tmp_path.iterdir())
+
+
+VARIABLES = [
+    ("TQDM_MININTERVAL", ["sample.py", "--help"], 2),
+    ("TQDM_NCOLS", ["data/prepare.py", "--help"], 2),
+    ("MPLBACKEND", ["-c", "import train, matplotlib.pyplot"], 0),
+]
+
+
+@pytest.mark.parametrize("name, words, status", VARIABLES)
+def test_a_variable_that_a_package_cannot_read_is_named(name, words, status):
+    done = run_script(*words, check=False, **{name: "nonsense"})
+    assert done.returncode == status
+    assert done.stderr.count("\n") == (status > 0)
+    if status:
+        assert done.stderr.startswith(f"error: {name}: ")
+
+
+def test_a_variable_of_wandb_that_is_wrong_is_named(data, tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "nonsense")
+    config = tiny_config(data, tmp_path, wandb__mode="offline")
+    with pytest.raises(UserError, match="wandb: .*; check WANDB_MODE"):
+        train.train(config, ALONE)
+
+
+def test_train_helps_without_docstrings():
+    done = run_script("-OO", "train.py", "--help")
+    assert "--train.steps" in done.stdout
+
+
+@pytest.mark.parametrize("variables", [{}, {"PYTHONUTF8": "0"}])
+def test_a_prompt_is_read_as_utf_8_in_any_locale(run, tmp_path, variables):
+    file = tmp_path / "samples.jsonl"
+    words = ["--prompt", "\u00e9\u65e5", "--num-samples", 1, "--jsonl", file]
+    locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"} | variables
+    run_script("sample.py", run, *words, **locale)
+    row = json.loads(file.read_text())
+    assert row["prompt"] == "\u00e9\u65e5"
+    assert row["text"].startswith("\u00e9\u65e5")
 
 
 SCRIPTS = [

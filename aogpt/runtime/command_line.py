@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import docstring_parser
 import tyro
+from tyro.constructors import PrimitiveConstructorSpec
 
 from .errors import UserError
 from .validation import Count, Seed, expand_home
@@ -22,6 +23,9 @@ from .validation import Count, Seed, expand_home
 # direction.
 CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
+)
+LONGEST_MESSAGE = (
+    2000  # characters of an error: an option, or a path in it, may be long
 )
 
 
@@ -46,8 +50,19 @@ class ModelOptions:
     """Precision; auto: bfloat16 on a CUDA GPU that has it, float32 elsewhere."""
 
 
+def _read_as_utf8(words: list[str]) -> str:
+    """Return a text of the command line, whose bytes are UTF-8 whatever the locale."""
+    return os.fsencode(words[0]).decode("utf-8", "surrogateescape")
+
+
 # An option that is a text as it stands, also "None", which tyro would read as none.
-TEXT = tyro.conf.arg(constructor=str, help_behavior_hint="(default: None)")
+TEXT = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="STR",
+    instance_from_str=_read_as_utf8,
+    is_instance=lambda value: value is None or isinstance(value, str),
+    str_from_instance=lambda value: [str(value)],
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +182,10 @@ def run_script(main: Callable[[], int | None]) -> None:
         rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
         if isinstance(error, OSError) and error.errno and error.filename is None:
             advice = "the output cannot be written: "  # a full disk: names no file
-        show(visible(f"error{rank}: {advice}{error}", one_line=True), file=sys.stderr)
+        message = visible(f"error{rank}: {advice}{error}", one_line=True)
+        if len(message) > LONGEST_MESSAGE:
+            message = f"{message[:LONGEST_MESSAGE]}... ({len(message):,} characters)"
+        show(message, file=sys.stderr)
         status = 2
     sys.exit(status)
 
@@ -190,7 +208,7 @@ def open_closed_streams() -> None:
 def _paths_with_home():
     """Return a registry of tyro in which "~" is the home directory in every option that
     is a path."""
-    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
+    from tyro.constructors import ConstructorRegistry
 
     spec = PrimitiveConstructorSpec(
         nargs=1,

@@ -1,6 +1,8 @@
 """Imported first by every script: says in one line that packages are missing, as they
-are where the environment is not activated, and exits with status 2."""
+are where the environment is not activated, or that one cannot be imported for a
+variable of the environment, and exits with status 2."""
 
+import os
 import sys
 from importlib.util import find_spec
 
@@ -15,3 +17,15 @@ if problem:
         ". .venv/bin/activate (docs/install.md says how to make it)\n"
     )
     sys.exit(2)
+
+# Scripts draw into files, and matplotlib cannot be imported with a wrong backend.
+os.environ["MPLBACKEND"] = "Agg"
+
+# tqdm reads its variables when it is imported. Without any that can wait.
+variables = [name for name in os.environ if name.startswith("TQDM_")]
+if variables:
+    try:
+        import tqdm  # noqa: F401
+    except ValueError as error:
+        sys.stderr.write(f"error: {', '.join(variables)}: {error}; unset it\n")
+        sys.exit(2)

@@ -18,6 +18,8 @@ from .errors import UserError
 if TYPE_CHECKING:
     from .processes import Processes
 
+LONGEST_NAME = 200  # bytes, so that words beside it stay below the 255 of a file name
+
 
 def write_atomically(
     path: Path, write: Callable[[BinaryIO], Any], replace: bool = True
@@ -31,7 +33,8 @@ def write_atomically(
             f"{path} is not a regular file; remove it, or name another file"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    # A name has at most 255 bytes, a character up to 4 of them.
+    temporary = path.with_name(f".{path.name[:48]}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "xb") as file:
             if path.exists():  # keep its permissions
@@ -101,7 +104,10 @@ def staging(target: Path, replace: bool = True) -> Iterator[Path]:
     """Make a new folder that becomes `target` at the end, or is removed after an error.
     Also removes leftovers of killed processes. Raises OSError if `target` exists and
     not `replace`."""
-    prefix = f".{target.name}.partial-"
+    name = target.name
+    if len(os.fsencode(name)) > LONGEST_NAME:
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()
+    prefix = f".{name}.partial-"
     for path in target.parent.glob(f"{glob.escape(prefix)}*"):
         pid = path.name.removeprefix(prefix)
         if pid.isdigit() and (int(pid) == os.getpid() or not is_alive(int(pid))):
@@ -126,9 +132,13 @@ def staging(target: Path, replace: bool = True) -> Iterator[Path]:
 @contextlib.contextmanager
 def locked_for_all(folder: Path, procs: "Processes") -> Iterator[None]:
     """Make a folder and hold its lock for the whole job. All processes must call.
-    Raises UserError if another job holds it."""
+    Raises UserError if another job holds it, or for a name that is not UTF-8."""
     from filelock import FileLock, Timeout
 
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{folder}: give a name in UTF-8") from None
     lock = FileLock(folder / "lock")
     error = None
     if procs.main:

@@ -170,7 +170,9 @@ def check_output(
 ) -> None:
     """Raise UserError for a result file that cannot or must not be written. sources:
     the files that are read."""
-    if path.is_dir():
+    words = [word.removeprefix(f"{option}=") for word in sys.argv]
+    is_named_as_folder = f"{path}/" in words or f"{path}{os.sep}" in words
+    if path.is_dir() or is_named_as_folder:
         raise UserError(f"{option} {path} is a folder; name a file")
     if not path.parent.is_dir():
         raise UserError(

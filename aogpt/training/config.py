@@ -463,7 +463,7 @@ def from_command_line(arguments: list[str], description: str) -> Config:
         args=words,
         prog=f"python train.py {path}",
         # indented, as tyro joins lines that begin with a letter
-        description=textwrap.indent(description, " "),
+        description=textwrap.indent(description or "", " "),
     )
     if not config.train.init_from:
         return config

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from ..data.loader import TokenDataset, batch_lengths
 from ..runtime.command_line import visible
-from ..runtime.errors import UserError
+from ..runtime.errors import UserError, reason_of
 from ..runtime.files import to_json, write_jsonl, write_text
 from ..runtime.processes import Processes
 from ..systems import flops_per_token
@@ -368,6 +368,11 @@ def start_wandb(config: Config):
             dir=str(config.run_folder),
             config=asdict(config),
         )
+    except ValueError as error:  # of its settings, which it also takes from variables
+        names = [name for name in os.environ if name.startswith("WANDB_")]
+        raise UserError(
+            f"wandb: {reason_of(error)}; check {', '.join(names) or 'wandb.project'}"
+        ) from error
     except wandb.errors.Error as error:
         raise UserError(
             f"wandb: {error}; log in, or pass --wandb.mode offline"
