@@ -45,8 +45,9 @@ Chorales = dict[Literal["train", "valid", "test"], list[Chorale]]
 class ChoralesDataset(Dataset):
     """The crops of each split as examples (prompts.py). Those of training overlap by
     half and are there in every transposition within the range of pitches; others are as
-    written and do not overlap. Its option `predict` names voices, of which the others
-    are the prompt; none: all are predicted."""
+    written and do not overlap."""
+
+    predict: tuple[str, ...] = ()  # voices; the others are the prompt; none: all
 
     def corpora(self, request: Request) -> dict[str, Corpus]:
         """Return the crops of each split, not read yet."""
@@ -64,14 +65,13 @@ class ChoralesDataset(Dataset):
 
         def crops(split: str, hop: int, shifts: Collection[int]) -> Iterator[str]:
             key = "valid" if split == "val" else split
-            predicted = request.options["predict"]
             for file in files():
                 for chorale in file.get(key, ()):
                     last = len(chorale) - CROP
                     rest = last % hop if last >= 0 else len(chorale)
                     request.reading.counts[LEFT_OUT] += rest
                     for crop in crops_of(np.array(chorale), hop, shifts):
-                        yield example(crop, predicted)
+                        yield example(crop, self.predict)
 
         corpora = {}
         for split in self.splits:

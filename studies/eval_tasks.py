@@ -24,6 +24,7 @@ from aogpt.runtime.command_line import RunOptions, run_script, show, with_help
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import OutputOptions, Outputs, markdown_table, provenance
+from aogpt.runtime.paths import DATA
 from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.validation import Count, check_values
 from aogpt.sampling.modes import (
@@ -35,6 +36,7 @@ from aogpt.sampling.modes import (
 )
 from aogpt.sampling.token_choice import Temperature
 from studies.answers import Judge, answer, page_of
+from studies.prepare import DATASETS
 
 # Puzzles of which another answer than the one in the data can be right.
 SEVERAL_ANSWERS = ("colouring", "replace", "shuffle")
@@ -110,6 +112,8 @@ def answer_prompts(
     # All tasks are opened first, so that a wrong one costs no answers.
     tasks = []
     for name in a.tasks:
+        if name in DATASETS and not (DATA / name).exists():
+            raise UserError(f"{name}: make it with: python -m studies.prepare {name}")
         questions = open_questions(name, a.split, loaded, a.limit)
         judge = (judges or {}).get(questions.dataset)
         tasks.append((questions, judge, options_for(a, loaded, judge)))

@@ -2,11 +2,12 @@
 
 examples:
   python -m studies.prepare sudoku6
-  python -m studies.prepare chorales --predict alto --out data/chorales_alto
+  python -m studies.prepare chorales --predict alto
   python -m studies.prepare shuffled --source books/*.txt --out data/shuffled"""
 
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
 
 import tyro
 
@@ -60,17 +61,22 @@ class PrepareStudy(Prepare):
     predict: tuple[Literal[VOICES], ...] = ()
     """chorales: the voices to predict; the others are the prompt. By default all."""
 
-    @property
-    def of_dataset(self) -> dict[str, Any]:
-        return {"predict": list(self.predict)}
-
 
 def main() -> None:
     """Prepare the dataset of the command line."""
-    args = library.parse(PrepareStudy, "python -m studies.prepare", __doc__)
-    if args.predict and args.name != "chorales":
+    prepare_study(library.parse(PrepareStudy, "python -m studies.prepare", __doc__))
+
+
+def prepare_study(args: PrepareStudy) -> Path:
+    """Prepare a dataset, unless its folder holds it already. Returns the folder. With
+    --predict its name has the voices, as chorales_alto."""
+    if not args.predict:
+        return prepare(args, DATASETS)
+    if args.name != "chorales":
         raise UserError("--predict is for chorales; leave it out")
-    prepare(args, DATASETS)
+    name = "_".join(["chorales", *args.predict])
+    dataset = replace(CHORALES, predict=args.predict)
+    return prepare(replace(args, name=name), {name: dataset})
 
 
 if __name__ == "__main__":

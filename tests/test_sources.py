@@ -270,7 +270,6 @@ def test_a_folder_to_write_that_cannot_be_one_is_a_message(tmp_path):
             "python data/prepare.py books --tokenizer english --out data/books_english",
         ),
         ("data/own", "python data/prepare.py text --source FILE ... --out data/own"),
-        ("data/sudoku6", "python -m studies.prepare sudoku6"),
         ("/d/openwebtext", "python data/prepare.py openwebtext --out /d/openwebtext"),
     ],
 )

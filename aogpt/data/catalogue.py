@@ -9,7 +9,7 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any, Literal
 
-from ..runtime.paths import DATA, PROJECT
+from ..runtime.paths import DATA
 from . import books, sources
 from .sources import (
     ROW_FILES,
@@ -24,9 +24,6 @@ from .tokenizers import ALPHABET, TOKENIZERS
 
 SPLITS = ("train", "val", "test")
 STORIES = DATA / "stories.jsonl.xz"
-# The names of what `python -m studies.prepare` makes; only a clone has the studies.
-STUDIES = PROJECT / "studies" / "datasets.txt"
-OF_STUDIES = STUDIES.read_text().split() if STUDIES.is_file() else []
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,6 @@ class Request:
     split: str | None = None  # into which all documents go
     repository: str = ""  # of the hub
     config: str | None = None  # of the repository
-    # `Prepare.of_dataset`: options of the datasets of another command
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 # (all documents, splits) -> the documents of each split
@@ -282,8 +277,6 @@ def command_for(name: str) -> str:
     out = ""
     if not is_usual:
         out = f" --out {name}"
-    if last in OF_STUDIES:
-        return f"python -m studies.prepare {last}{out}"
     if last in DATASETS:
         needs = ""
         if DATASETS[last].source == "always":
@@ -293,6 +286,4 @@ def command_for(name: str) -> str:
     folder = name if "/" in name else f"data/{name}"
     if start in DATASETS and tokenizer in TOKENIZERS:
         return f"python data/prepare.py {start} --tokenizer {tokenizer} --out {folder}"
-    if start in OF_STUDIES:
-        return f"python -m studies.prepare {start} ... --out {folder}"
     return f"python data/prepare.py text --source FILE ... --out {folder}"

@@ -38,7 +38,7 @@ from ..runtime.validation import (
     read_toml,
 )
 from . import packing, tokenizers
-from .catalogue import DATASETS, OF_STUDIES, SPLITS, Dataset, Request
+from .catalogue import DATASETS, SPLITS, Dataset, Request
 from .loader import load_meta, read_tokens, token_dtype
 from .packing import RoundTrip, SplitFile
 from .prompts import Examples, encode_example, without_marks
@@ -65,8 +65,7 @@ hub REPOSITORY: any text on the Hugging Face hub.
 openwebtext (24 GB), fineweb_edu (10B tokens), tinystories: from that hub, or copies.
 text8: 100 million characters of Wikipedia, in the published splits.
 {EVALUATION}: evaluation sets of published zero-shot perplexities, detokenised; these
-are downloaded, or local copies in --source.
-python -m studies.prepare makes puzzles, chorales and texts of known entropy."""
+are downloaded, or local copies in --source."""
 
 
 def _option(kind: Any, metavar: str, default: str) -> Any:
@@ -137,11 +136,6 @@ class Prepare:
     """Replace the dataset in the output folder; it stays until the new one is
     complete."""
 
-    @property
-    def of_dataset(self) -> dict[str, Any]:
-        """The options on which the result depends that a subclass of this one adds."""
-        return {}
-
 
 def main() -> None:
     """Prepare the dataset of the command line."""
@@ -167,10 +161,6 @@ def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:
     """Prepare a dataset, unless its folder holds it already. Returns the folder. Errors
     leave it as it was."""
     check_values(args)
-    if args.name in OF_STUDIES and args.name not in datasets:
-        raise UserError(
-            f"{args.name} is made by: python -m studies.prepare {args.name}"
-        )
     if Path(args.name).is_file():
         raise UserError(
             f"{args.name} is a file: python data/prepare.py text --source "
@@ -203,7 +193,6 @@ def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:
             split=args.split,
             repository=args.repository,
             config=args.config,
-            options=args.of_dataset,
         )
     )
     shown = args.out or Path(os.path.relpath(target))
@@ -372,7 +361,6 @@ def metadata(
         "prompt_field": args.prompt_field,
         "skip_long": args.skip_long,
     }
-    settings.update(args.of_dataset)
     sources = []
     for split, corpus in corpora.items():
         for part in corpus.description:

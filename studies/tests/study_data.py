@@ -1,7 +1,6 @@
 """Data sets of the studies, prepared in the process of a test."""
 
-from aogpt.data.prepare import prepare
-from studies.prepare import DATASETS, PrepareStudy
+from studies.prepare import PrepareStudy, prepare_study
 
 
 def prepared_study(name, out, *source, tokenizer="bytes", **options):
@@ -9,4 +8,4 @@ def prepared_study(name, out, *source, tokenizer="bytes", **options):
     settings = PrepareStudy(
         name, out=out, source=source, tokenizer=tokenizer, **options
     )
-    return prepare(settings, DATASETS)
+    return prepare_study(settings)

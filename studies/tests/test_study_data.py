@@ -3,10 +3,7 @@
 import pytest
 from study_data import prepared_study
 
-from aogpt.data import catalogue
-from aogpt.data import prepare as library
 from aogpt.runtime.errors import UserError
-from studies.prepare import DATASETS
 
 
 @pytest.mark.parametrize(
@@ -26,10 +23,3 @@ def test_what_cannot_be_prepared_is_said(tmp_path, name, text, options, says):
     with pytest.raises(UserError, match=says):
         prepared_study(name, tmp_path / "out", *source, **options)
     assert not (tmp_path / "out").exists()
-
-
-def test_data_of_the_studies_is_made_by_their_command(tmp_path):
-    assert set(catalogue.OF_STUDIES) == DATASETS.keys()
-    assert not set(catalogue.OF_STUDIES) & catalogue.DATASETS.keys()
-    with pytest.raises(UserError, match="is made by: python -m studies.prepare star"):
-        library.prepare(library.Prepare("star", out=tmp_path / "o"))
