@@ -8,7 +8,7 @@
 `prepare` writes data/molecules: a molecule a block of 64 letters, with the benchmark's
 test set as test.bin and 5,000 of its training molecules as val.bin; the scaffold test
 set lies in data/molecules_scaffolds. `ruler` measures training molecules like generated
-ones: its row must be the published one, but for what depends on how many molecules are
+ones: its row must be the published one, except where that depends on how many are
 measured, which `sizes` shows."""
 
 import json
