@@ -20,7 +20,7 @@ from aogpt.checkpoints.load import EXPORT_FORMAT, EXPORTED, Loaded
 from aogpt.checkpoints.store import digest, is_finite
 from aogpt.data.tokenizers import FILES
 from aogpt.runtime.command_line import run_script, show
-from aogpt.runtime.files import staging, write_json
+from aogpt.runtime.files import clear_leftovers, staging, write_json
 
 
 def convert(
@@ -44,6 +44,7 @@ def convert(
         checkpoint: Which one of a run: last, best (lowest validation loss) or the
             number of a step.
     """
+    clear_leftovers(destination)
     if os.path.lexists(destination):
         raise CheckpointError(
             f"{destination} exists already; give a new folder, or remove it"

@@ -43,7 +43,8 @@ from aogpt.data.detokenisers import RULES, detokenise
 from aogpt.data.loader import TokenDataset, load_meta, read_tokens
 from aogpt.data.tokenizers import get_tokenizer
 from aogpt.runtime.errors import UserError
-from aogpt.runtime.files import sha256_file
+from aogpt.runtime.files import sha256_file, staging
+from convert import convert
 
 BYTES = ("--tokenizer", "bytes", "--out")
 
@@ -443,6 +444,8 @@ FILES = {
     "syntax.jsonl": GOOD + b"{'text': 1}\n",
     "number.jsonl": GOOD + b'{"text": 3}\n',
     "list.jsonl": b'["text"]\n',
+    "twice.jsonl": GOOD + b'{"text": "a", "text": "b"}\n',
+    "twice.json": b'[{"text": "a", "id": {"n": 1, "n": 2}}]',
     "other.jsonl": GOOD + b'{"body": "b", "title": "t"}\n',
     "cut.txt.gz": gzip.compress(NOISE)[:-3000],
     "fake.parquet": b"no parquet at all",
@@ -466,6 +469,8 @@ FILES = {
             "number.jsonl line 2.*'text' holds int, not a string",
         ),
         ("text", "list.jsonl", {}, "list.jsonl line 1: this is a list, not an object"),
+        ("text", "twice.jsonl", {}, "twice.jsonl line 2: .*two keys 'text' in one"),
+        ("text", "twice.json", {}, "twice.json: .*two keys 'n' in one object"),
         (
             "text",
             "other.jsonl",
@@ -761,20 +766,48 @@ def test_overwrite_keeps_what_was_there_and_replaces_datasets_only(
     assert names(folder) == ["thesis.txt"]
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_a_run_that_ended_between_the_two_moves_is_mended(tmp_path, own):
+def left_behind(folder: Path, *, with_old: bool) -> Path:
+    """Leave what a process leaves that is killed before it removes its partial folder;
+    another process has its number meanwhile. with_old: before the second move."""
+    left = folder.with_name(f".{folder.name}.partial-{os.getppid()}")
+    left.mkdir()
+    (left / "lock").touch()
+    if with_old:
+        (left / "new").mkdir()
+        folder.rename(left / "old")
+    return left
+
+
+def test_a_run_that_ended_between_the_two_moves_is_mended(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
     folder = prepared("text", tmp_path / "o", source)
     before = tree(folder)
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    left = tmp_path / f".o.partial-{os.getpid() if own else ended.pid}"
-    (left / "new").mkdir(parents=True)
-    folder.rename(left / "old")
+    left_behind(folder, with_old=True)
     with pytest.raises(UserError, match="made with another val_fraction"):
         prepared("text", folder, source, val_fraction=0.4)
     assert tree(folder) == before
     assert names(tmp_path) == ["a.jsonl", "o"]
+
+
+def test_the_next_start_clears_what_a_killed_one_left(tmp_path, capsys):
+    source = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
+    folder = prepared("text", tmp_path / "o", source)
+    left_behind(folder, with_old=False)
+    capsys.readouterr()
+    prepared("text", folder, source)
+    assert "nothing to do" in capsys.readouterr().out
+    assert names(tmp_path) == ["a.jsonl", "o"]
+    left_behind(folder, with_old=False)
+    with pytest.raises(UserError, match="exists already"):
+        convert("not read", folder)
+    assert names(tmp_path) == ["a.jsonl", "o"]
+
+
+def test_a_start_leaves_the_work_of_another_one_alone(tmp_path):
+    with staging(tmp_path / "o") as folder:
+        (folder / "file").touch()
+        prepared("text", tmp_path / "o", write_jsonl(tmp_path / "a.jsonl", ["a", "b"]))
+        assert (folder / "file").exists()
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from ..runtime.command_line import counted, interrupt, show, with_help
 from ..runtime.errors import UserError
-from ..runtime.files import staging, write_json
+from ..runtime.files import clear_leftovers, staging, write_json
 from ..runtime.paths import DATA, PROJECT
 from ..runtime.validation import (
     Count,
@@ -169,6 +169,7 @@ def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:
     check_value(args.name, Literal[tuple(datasets)], "the dataset")
     dataset = datasets[args.name]
     target = output_folder(args)
+    clear_leftovers(target)
     args = replace(
         args,
         source=source_files(args.source, dataset.readers),

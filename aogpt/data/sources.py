@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..runtime.errors import UserError, reason_of
-from ..runtime.files import json_object, lines_of, sha256_file
+from ..runtime.files import json_object, lines_of, parse_json, sha256_file
 from .tokenizers import END_OF_TEXT
 
 OFFLINE = "or pass files: python data/prepare.py {} --source FILE.parquet ..."
@@ -278,7 +278,7 @@ def read_json(path: Path, name: str, reading: Reading) -> Iterator[str]:
     with unpacked(path, name) as file:
         content = file.read()
     try:
-        values = json.loads(content)
+        values = parse_json(content)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
             yield from read_jsonl(path, name, reading)

@@ -81,15 +81,6 @@ def _move_to_empty(temporary: Path, path: Path) -> None:
         os.replace(temporary, path)
 
 
-def is_alive(pid: int) -> bool:
-    """Return whether a process of this machine is running."""
-    try:
-        os.kill(pid, 0)  # sends nothing, but says whether it could
-    except OSError as error:
-        return isinstance(error, PermissionError)  # another user's
-    return True
-
-
 def sync(path: Path) -> None:
     """Flush a file to the disk, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -99,25 +90,44 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def clear_leftovers(target: Path) -> None:
+    """Remove what killed processes left beside a folder that `staging` makes. If one
+    ended between the two moves, the folder that was there is back."""
+    from filelock import FileLock, Timeout
+
+    for path in target.parent.glob(f"{glob.escape(partial_name(target))}*"):
+        # The lock of a process that has ended is free.
+        lock = FileLock(path / "lock")
+        with contextlib.suppress(Timeout, OSError):
+            lock.acquire(blocking=False)
+            if (path / "old").exists() and not target.exists():
+                (path / "old").rename(target)
+            shutil.rmtree(path, ignore_errors=True)
+            lock.release()
+
+
+def partial_name(target: Path) -> str:
+    """Return the beginning of the names of folders in which `target` is made."""
+    name = target.name
+    if len(os.fsencode(name)) > LONGEST_NAME:
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()
+    return f".{name}.partial-"
+
+
 @contextlib.contextmanager
 def staging(target: Path, replace: bool = True) -> Iterator[Path]:
     """Make a new folder that becomes `target` at the end, or is removed after an error.
     Also removes leftovers of killed processes. Raises OSError if `target` exists and
     not `replace`."""
-    name = target.name
-    if len(os.fsencode(name)) > LONGEST_NAME:
-        name = hashlib.sha256(os.fsencode(name)).hexdigest()
-    prefix = f".{name}.partial-"
-    for path in target.parent.glob(f"{glob.escape(prefix)}*"):
-        pid = path.name.removeprefix(prefix)
-        if pid.isdigit() and (int(pid) == os.getpid() or not is_alive(int(pid))):
-            # killed between the two moves
-            if (path / "old").exists() and not target.exists():
-                (path / "old").rename(target)
-            shutil.rmtree(path, ignore_errors=True)
-    beside = target.with_name(f"{prefix}{os.getpid()}")
+    from filelock import FileLock
+
+    clear_leftovers(target)
+    beside = target.with_name(partial_name(target) + secrets.token_hex(4))
+    lock = FileLock(beside / "lock")
+    beside.mkdir(parents=True)
     try:
-        (beside / "new").mkdir(parents=True)
+        lock.acquire()
+        (beside / "new").mkdir()
         yield beside / "new"
         for path in (beside / "new").iterdir():
             sync(path)
@@ -127,6 +137,7 @@ def staging(target: Path, replace: bool = True) -> Iterator[Path]:
         sync(target.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+        lock.release()
 
 
 @contextlib.contextmanager
@@ -220,11 +231,26 @@ def lines_of(stream: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
             yield place, line.removesuffix("\n").removesuffix("\r")
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a text in JSON. Raises ValueError or RecursionError, also for
+    an object with two equal keys, of which Python would drop the first."""
+    return json.loads(text, object_pairs_hook=_object_of)
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        keys = [key for key, _ in pairs]
+        key = next(key for key in row if keys.count(key) > 1)
+        raise ValueError(f"two keys {key!r} in one object")
+    return row
+
+
 def json_object(line: str, place: str) -> dict:
     """Return the object on one line of JSON. Raises UserError that begins with the
     place of the line."""
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except (ValueError, RecursionError) as error:
         # the latter: brackets nested too deep
         raise UserError(f"{place}: this is not JSON ({error})") from error
