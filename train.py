@@ -36,11 +36,9 @@ from torch.distributed.tensor import DTensor
 from aogpt.checkpoints import CheckpointError
 from aogpt.data.loader import (
     Meta,
-    Mixture,
     TokenDataset,
     file_record,
     find_dataset,
-    open_training_data,
 )
 from aogpt.data.tokenizers import FILES, get_tokenizer
 from aogpt.objectives import OBJECTIVES
@@ -76,11 +74,11 @@ def train(config: Config, procs: Processes) -> int:
     """Start or resume a run; train to its last step or until a signal. Returns the exit
     status."""
     source = find_dataset(config.data.folder)
-    data = open_training_data(
+    data = TokenDataset(
         source,
+        "train",
         config.model.block_size,
-        config.data.max_tokens,
-        config.data.mix,
+        max_tokens=config.data.max_tokens,
     )
     epochs = config.train.epochs
     config = config.with_steps(data.num_blocks)
@@ -304,14 +302,6 @@ def print_summary(
         f"step, "
         f"{in_units(epochs, ((1, 'epochs'),))}; run folder {config.run_folder}"
     )
-    if isinstance(data, Mixture):
-        for line in data.describe(sequences):
-            procs.print0(line)
-        if config.data.max_tokens:
-            procs.print0(
-                f"data.max_tokens limits {config.data.folder} alone; the data sets of "
-                "data.mix are read whole"
-            )
     for note in data.meta.get("notes", []):
         procs.print0(note)
     for note in configuration.unused_settings(config):
@@ -331,10 +321,6 @@ def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
     vocab_size = data.meta["vocab_size"]
     # This refuses processes that cannot share the batch.
     config.micro_batch_size(procs.world_size)
-    refuse(
-        data.of_records and config.data.random_length_prob,
-        f"{folder} has prompts, which stay whole: leave out data.random_length_prob",
-    )
     refuse(
         data.of_records and m.l2r_only and config.order.kind != "l2r",
         f"{folder} has prompts: set order.kind = 'l2r', or another model.target than "

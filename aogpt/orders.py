@@ -45,8 +45,6 @@ ORDER_KINDS = {
     "random_blockwise": OrderFacts(("block",), least_block=2),
     "slots": OrderFacts(("block",)),
     "context_l2r": OrderFacts(("share",)),
-    "random_l2r": OrderFacts(("share",)),
-    "sliding": OrderFacts(("window",)),
     "infill": OrderFacts(("share",)),
     "file": OrderFacts(("file",)),
 }
@@ -69,9 +67,7 @@ class OrderConfig(Table):
     # diffusion, arXiv 2503.09573). slots: blocks in random order, left to right inside
     # (ReFusion, arXiv 2512.13586). context_l2r: a random set of positions first, in
     # ascending order, then the others left to right (after AC-GPT, arXiv 2606.14943).
-    # random_l2r: the same with that set in random order (Eso-LM, arXiv 2506.01928).
-    # sliding: always one of the first "window" positions that are left (after Set
-    # Diffusion, arXiv 2607.01775). infill: all but one gap in reading order, then the
+    # infill: all but one gap in reading order, then the
     # gap, left to right; its length is uniform from 1 to all but a "share" of the
     # positions, then its place. file: one of those in a file.
     kind: OrderKind = "mixture"
@@ -80,10 +76,9 @@ class OrderConfig(Table):
     mixed: OrderKind = "l2r"  # in place of l2r (mixture)
     block: Count = 32  # positions in a block (fixed_blockwise, random_blockwise, slots)
     seed: Seed = 0  # seed of the fixed permutation (fixed_random, fixed_blockwise)
-    # probability to be in the first set (context_l2r, random_l2r); of the positions,
+    # probability to be in the first set (context_l2r); of the positions,
     # the share that is context at least (infill)
     share: Probability = 0.5
-    window: Count = 8  # positions that the next one is among (sliding)
     # a .npy file of integers (M, T), an order per row, all equally probable (file)
     file: str = ""
 
@@ -206,8 +201,6 @@ def orders_at(
             orders = read_orders(config.file, length)
             chosen = coins % np.uint64(len(orders))
             return torch.from_numpy(orders[chosen.astype(np.int64)])
-        case "sliding":
-            return _sliding(uniform, config.window)
         case "random_blockwise":
             return _sorted_by(position // config.block + uniform)
         case "slots":
@@ -217,8 +210,6 @@ def orders_at(
             return _sorted_by(uniform >= config.share)
         case "infill":
             return _sorted_by(_in_gap(uniform, config.share))
-        case "random_l2r":
-            return _sorted_by(np.where(uniform < config.share, uniform, 1.0))
     raise AssertionError(f"no case for order.kind = {config.kind!r}")
 
 
@@ -238,25 +229,6 @@ def _in_gap(uniform: np.ndarray, share: float) -> np.ndarray:
     starts = (uniform[:, -1:] * (length - sizes + 1)).astype(np.int64)
     position = np.arange(length)
     return (position >= starts) & (position < starts + sizes)
-
-
-def _sliding(uniform: np.ndarray, window: int) -> Tensor:
-    """Return orders (B, T) in which each step draws one of the first `window` positions
-    left, which stay sorted."""
-    B, T = uniform.shape
-    order = np.empty((B, T), np.int64)
-    rows = np.arange(B)
-    # The positions left, ascending; then those taken.
-    left = np.tile(np.arange(T), (B, 1))
-    for step in range(T):
-        size = min(window, T - step)
-        drawn = (uniform[:, step] * size).astype(np.int64)
-        order[:, step] = left[rows, drawn]
-        # Positions before the drawn one move one place on; the first place is left.
-        moves = np.arange(1, size) <= drawn[:, None]
-        left[:, 1:size] = np.where(moves, left[:, : size - 1], left[:, 1:size])
-        left = left[:, 1:]
-    return torch.from_numpy(order)
 
 
 def _permutation(seed: int, length: int, draw: int = 0) -> Tensor:

@@ -56,7 +56,7 @@ def test_an_option_is_not_given_twice(mistake, run, tmp_path):
         (sample, [run, "--num-samples", 1, "--num_samples", 2], "--num-samples"),
         (eval_ppl, [run, "--orders", "l2r", "--orders", "random"], "--orders"),
         (prepare, ["text", "--source", "a.txt", "--source", "a.txt"], "--source"),
-        (train, [quickstart, "--data.mix", "A=1", "--data.mix", "B=1"], "--data.mix"),
+        (train, [quickstart, "--seed", 1, "--seed", 2], "--seed"),
     ):
         message = f"{twice} is given twice; give it once, with all its values"
         assert message in mistake(module, *options)

@@ -78,6 +78,19 @@ def test_a_removed_key_of_an_old_run_is_refused_where_it_was_set(key):
         configuration.from_dict(values, "an old run")
 
 
+@pytest.mark.parametrize("key", ["order.kind", "order.mixed", "schedule.kind"])
+@pytest.mark.parametrize("kind", removed_keys.ORDERS)
+def test_a_removed_kind_of_orders_is_refused_by_name(key, kind):
+    values = copy.deepcopy(OLD_RUNS[0]["config"])
+    table, _, name = key.partition(".")
+    if table == "schedule":
+        values[table] = [{"step": 3, name: kind}]
+    else:
+        values[table][name] = kind
+    with pytest.raises(FileError, match=f"an old run sets {key} = '{kind}', .*4349f6e"):
+        configuration.from_dict(values, "an old run")
+
+
 SIZES_OF_THE_PAPER = {"small": (12, 12, 768, 6e-4), "medium": (24, 16, 1024, 3e-4)}
 ORDERS_OF_THE_PAPER = {
     "aogpt": ("mixture", "adaln", "ao_ar"),
@@ -115,7 +128,6 @@ def test_configs_of_the_paper_have_its_values(system, size):
     assert o.ema_decay == (0.0 if system == "sigmagpt" else 0.9999)
     assert (t.steps, t.batch_size * m.block_size) == (500_000, 2**19)
     assert config.data.folder == "data/openwebtext"
-    assert not config.data.random_length_prob
 
 
 def test_a3_grows_its_groups_from_left_to_right_before_orders_are_random():
@@ -184,7 +196,7 @@ REFUSED = [  # a config file, and what the message says besides the file's name
     ),
     ('[order]\nkind = "randm"', "order.kind is 'randm'", "'mixture'"),
     ("[optim]\nlr = nan", "optim.lr is nan"),
-    ("[data]\nrandom_length_prob = 1.5", "data.random_length_prob is 1.5", "at most 1"),
+    ("[order]\nl2r_prob = 1.5", "order.l2r_prob is 1.5", "at most 1"),
     *((f'name = "{name}"', "name is '") for name in ("", "a/b", ".", "..")),
     # values that do not go together
     ("[model]\nn_embd = 100\nn_head = 3", "model.n_embd (100)", "model.n_head (3)"),

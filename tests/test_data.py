@@ -25,7 +25,6 @@ from aogpt.data.loader import (
     evaluation_split,
     find_dataset,
     load_meta,
-    open_training_data,
     read_tokens,
     spread,
 )
@@ -33,7 +32,6 @@ from aogpt.data.tokenizers import get_tokenizer, other_tokenizer
 from aogpt.evaluation.eval_sets import open_eval_set, open_split
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import sha256_file
-from aogpt.runtime.randomness import philox_bits
 from convert import convert
 
 every_tokenizer = pytest.mark.parametrize(
@@ -522,133 +520,3 @@ def test_training_on_fewer_tokens_takes_blocks_spread_over_the_split(tmp_path):
     seen = torch.cat([few.batch(3, step, range(5), 5) for step in range(4)])
     assert seen[:, 0].bincount(minlength=95)[[0, 16, 36, 52, 72]].tolist() == [4] * 5
     assert TokenDataset(folder, "train", 4, max_tokens=10**9).num_blocks == 23
-
-
-def test_a_mixture_reads_each_part_once_an_epoch_and_has_its_shares(tmp_path):
-    """Exactly 0.7, 0.2 and 0.1 of 2,000 sequences, in any batches, from any step on."""
-    starts = {"a": 0, "b": 10_000, "c": 20_000}
-    for name, start in starts.items():
-        write_dataset(tmp_path / name, np.arange(start, start + 600), vocab_size=60_000)
-    mix = tuple(
-        f"{tmp_path / name}={share}" for name, share in (("b", 0.2), ("c", 0.1))
-    )
-    data = open_training_data(tmp_path / "a", block_size=4, max_tokens=0, mix=mix)
-    assert data.num_blocks == round(150 / 0.7)
-    first = data.batch(3, 0, range(2000), 2000)[:, 0]
-    parts = [first[first // 10_000 == n] % 10_000 // 4 for n in range(3)]
-    assert [len(part) for part in parts] == [1400, 400, 200]
-    for part in parts:
-        for epoch in range(len(part) // 150):
-            assert part[150 * epoch : 150 * (epoch + 1)].sort().values.tolist() == [
-                *range(150)
-            ]
-    alone = (
-        TokenDataset(tmp_path / "a", "train", 4).batch(3, 0, range(1400), 1400)[:, 0]
-        // 4
-    )
-    assert torch.equal(parts[0], alone)
-    assert not torch.equal(parts[0][:150], parts[1][:150])
-    batches = [
-        data.batch(3, step, range(r, r + 4), 8)[:, 0]
-        for step in range(50)
-        for r in (0, 4)
-    ]
-    assert torch.equal(torch.cat(batches), first[:400])
-    data.shift = 160
-    assert torch.equal(data.batch(3, 2, range(8), 8)[:, 0], first[176:184])
-    with pytest.raises(UserError, match="give FOLDER=SHARE, as data/own=0.1"):
-        open_training_data(tmp_path / "a", block_size=4, max_tokens=0, mix=("b",))
-    with pytest.raises(UserError, match="give shares above 0, below 1 in all"):
-        open_training_data(
-            tmp_path / "a",
-            block_size=4,
-            max_tokens=0,
-            mix=(mix[0], f"{tmp_path / 'c'}=0.8"),
-        )
-    write_dataset(tmp_path / "d", np.arange(40))
-    with pytest.raises(UserError, match="d has another tokenizer than"):
-        open_training_data(
-            tmp_path / "a",
-            block_size=4,
-            max_tokens=0,
-            mix=(f"{tmp_path / 'd'}=0.5",),
-        )
-
-
-def test_a_mixture_refuses_records_of_other_blocks(tmp_path):
-    """Also those that fill their blocks and have no prompts."""
-    write_dataset(tmp_path / "text", np.arange(40))
-    write_dataset(tmp_path / "records", np.arange(40), protocol="records", block_size=4)
-    with pytest.raises(UserError, match="records in blocks of 4 tokens, .* of 8"):
-        open_training_data(
-            tmp_path / "text",
-            block_size=8,
-            max_tokens=0,
-            mix=(f"{tmp_path / 'records'}=0.5",),
-        )
-
-
-def test_a_mixture_of_many_parts_shuffles_each_once_an_epoch(tmp_path, monkeypatch):
-    names = "abcdef"
-    for name in names:
-        write_dataset(tmp_path / name, np.arange(3996) % 257)
-    mix = tuple(f"{tmp_path / name}=0.1" for name in names[1:])
-    data = open_training_data(tmp_path / "a", block_size=4, max_tokens=0, mix=mix)
-    widths = []
-
-    def counted(*arguments, width, **options):
-        widths.append(width)
-        return philox_bits(*arguments, width=width, **options)
-
-    monkeypatch.setattr(loader, "philox_bits", counted)
-    for first in range(0, 1000, 200):
-        data.indices(0, 0, range(first, first + 200), 1000)
-        assert widths.count(999) == len(names)
-
-
-def test_token_files_of_nanogpt_are_mixed_with_a_set_that_records_more(tmp_path):
-    """They have no checksum of their vocabulary, which may be the same."""
-    ids = np.arange(600, 1200, dtype=np.uint16)
-    nanogpt = tmp_path / "nanogpt"
-    nanogpt.mkdir()
-    ids.tofile(nanogpt / "train.bin")
-    prepared_set = write_dataset(
-        tmp_path / "prepared",
-        ids,
-        tokenizer="gpt2",
-        tokenizer_sha256="a",
-        vocab_size=50257,
-        eot=50256,
-    )
-    for first, second in ((nanogpt, prepared_set), (prepared_set, nanogpt)):
-        mix = (f"{second}=0.5",)
-        data = open_training_data(first, block_size=4, max_tokens=0, mix=mix)
-        assert data.num_blocks == 300
-
-
-def test_shares_of_a_mixture_are_exact_or_refused_and_shown(tmp_path):
-    for name in "ab":
-        write_dataset(tmp_path / name, np.arange(600), vocab_size=60_000)
-
-    def mixed(share):
-        mix = (f"{tmp_path / 'b'}={share}",)
-        return open_training_data(tmp_path / "a", block_size=4, max_tokens=0, mix=mix)
-
-    for share in ("0.0004", "0.0015", "0.12345"):
-        with pytest.raises(UserError, match="the share must be a multiple of 0.001"):
-            mixed(share)
-    for share in ("nan", "inf", "-inf", "0", "1", "-0.5"):
-        with pytest.raises(UserError, match="give shares above 0, below 1 in all"):
-            mixed(share)
-    (tmp_path / "link").symlink_to(tmp_path / "b")
-    for twice in (("a=0.1",), ("b=0.1", "b=0.2"), ("b=0.1", "link=0.2")):
-        mix = tuple(f"{tmp_path}/{part}" for part in twice)
-        with pytest.raises(UserError, match="this data set is in the mixture twice"):
-            open_training_data(tmp_path / "a", block_size=4, max_tokens=0, mix=mix)
-    data = mixed("0.002")
-    first = data.indices(0, 0, range(5000), 5000)
-    assert (first >= 150).sum() == 10
-    assert data.describe(5000) == [
-        f"{tmp_path / 'a'}: 99.8% of the sequences, 150 blocks, 33.3 epochs",
-        f"{tmp_path / 'b'}: 0.2% of the sequences, 150 blocks, 0.0667 epochs",
-    ]

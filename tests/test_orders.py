@@ -2,7 +2,6 @@
 row)."""
 
 import collections
-import functools
 import itertools
 import math
 
@@ -23,7 +22,7 @@ from aogpt.orders import (
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.randomness import ORDERS, SHUFFLE, philox_bits
 
-NEW = ("random_blockwise", "slots", "context_l2r", "random_l2r", "sliding", "infill")
+NEW = ("random_blockwise", "slots", "context_l2r", "infill")
 KINDS = ("l2r", "r2l", "random", "mixture", "fixed_random", "fixed_blockwise", *NEW)
 
 
@@ -110,7 +109,7 @@ def test_seed_step_and_row_all_matter(kind):
 
 @pytest.mark.parametrize(
     "mixed",
-    ["l2r", "r2l", "fixed_random", "slots", "infill", "sliding", "context_l2r"],
+    ["l2r", "r2l", "fixed_random", "slots", "infill", "context_l2r"],
 )
 def test_a_mixture_has_a_share_of_another_kind_and_is_random_otherwise(mixed):
     config = OrderConfig("mixture", l2r_prob=0.3, mixed=mixed, block=4, seed=7)
@@ -206,17 +205,13 @@ def of_mixture(positions, share, **_):
     yield tuple(positions), share
 
 
-def of_context(positions, share, shuffled, **_):
+def of_context(positions, share, **_):
     """Each position is in the first set with probability `share`."""
     for chosen in itertools.product((False, True), repeat=len(positions)):
         first = [p for p in positions if chosen[p]]
         rest = [p for p in positions if not chosen[p]]
         probability = share ** len(first) * (1 - share) ** len(rest)
-        ways = [first]
-        if shuffled:
-            ways = list(itertools.permutations(first))
-        for way in ways:
-            yield (*way, *rest), probability / len(ways)
+        yield (*first, *rest), probability
 
 
 def of_infill(positions, share, **_):
@@ -231,31 +226,14 @@ def of_infill(positions, share, **_):
             yield (*context, *gap), 1 / (longest * places)
 
 
-def of_sliding(positions, window, **_):
-    """Each next one is any of the first positions left."""
-    for order in itertools.permutations(positions):
-        remaining = list(positions)
-        probability = 1.0
-        for position in order:
-            candidates = remaining[:window]
-            if position not in candidates:
-                probability = 0.0
-                break
-            probability /= len(candidates)
-            remaining.remove(position)
-        yield order, probability
-
-
 DEFINITIONS = {
     "random": of_uniform,
     "fixed_random": of_uniform,
     "mixture": of_mixture,
     "random_blockwise": of_blockwise,
     "slots": of_slots,
-    "context_l2r": functools.partial(of_context, shuffled=False),
-    "random_l2r": functools.partial(of_context, shuffled=True),
+    "context_l2r": of_context,
     "infill": of_infill,
-    "sliding": of_sliding,
 }
 
 
@@ -270,7 +248,7 @@ def chances(kind, length, **settings):
     return {order: weight / total for order, weight in weights.items() if weight}
 
 
-# seed, block or window, share
+# seed, block, share
 SETTINGS = [(0, 2, 0.3), (1, 2, 0.3), (2, 1, 0.0), (3, 9, 1.0)]
 ENUMERATED_KINDS = ["random", "mixture", "fixed_random", *NEW]
 # The most positions with the usual settings, and each bound of the settings.
@@ -291,14 +269,13 @@ def test_orders_have_the_probabilities_of_their_definition(kind, length, setting
     block = size
     if kind == "random_blockwise" and size == 1:
         block = 2  # blocks of one position are refused
-    expected = chances(kind, length, block=block, share=share, window=size)
+    expected = chances(kind, length, block=block, share=share)
 
     def drawn(order_seed, step, rows):
         config = OrderConfig(
             kind,
             seed=order_seed,
             block=block,
-            window=size,
             share=share,
             l2r_prob=share,
         )

@@ -240,9 +240,6 @@ def pairs(short, run):
     agree."""
     alone = {name: system(short, name) for name in SYSTEMS}
     alone["muon"] = change(short, name="muon", optim__kind="muon")
-    alone["random lengths"] = change(
-        short, name="lengths", data__random_length_prob=0.7
-    )
     alone["started"] = change(short, name="started", train__init_from=str(run))
     pairs = {}
     # Activation checkpointing changes nothing, either: every kind has its turn.

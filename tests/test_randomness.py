@@ -46,7 +46,6 @@ USES = {
     ),
     "samples": lambda: modes.plan_samples(OPTIONS, [[None] * LENGTH] * 4, 7, 5),
     "shuffle": bits(randomness.SHUFFLE, range(1), 30),
-    "lengths": bits(randomness.LENGTHS, range(1), 30),
     "dropout": bits(randomness.DROPOUT, ROWS, 1),
 }
 

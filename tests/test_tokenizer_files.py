@@ -1,11 +1,9 @@
 """tokenizer.json files: what begins and ends a text, text that is lost, and bytes."""
 
-import contextlib
 import dataclasses
 import json
 import math
 import re
-import shutil
 from functools import partial
 
 import numpy as np
@@ -29,7 +27,6 @@ from aogpt.checkpoints import Loaded, load
 from aogpt.data.loader import (
     TokenDataset,
     load_meta,
-    open_training_data,
     read_tokens,
 )
 from aogpt.data.tokenizers import (
@@ -252,17 +249,6 @@ def two_ends(tmp_path):
         )
         folders.append(folder)
     return folders
-
-
-def test_a_mixture_has_one_end_of_text(two_ends, tmp_path):
-    first, second = two_ends
-    same = shutil.copytree(first, tmp_path / "same")
-    for part, is_refused in ((same, False), (second, True)):
-        says = contextlib.nullcontext()
-        if is_refused:
-            says = pytest.raises(UserError, match="257.* with id 256; .*--end-token")
-        with says:
-            open_training_data(first, block_size=8, max_tokens=0, mix=(f"{part}=0.5",))
 
 
 def test_a_run_keeps_its_end_of_text_and_is_scored_with_it(

@@ -13,7 +13,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from helpers import (
@@ -41,7 +40,7 @@ import sample
 import train
 from aogpt import objectives
 from aogpt.checkpoints import CheckpointError, store
-from aogpt.data.loader import TokenDataset, batch_lengths
+from aogpt.data.loader import TokenDataset
 from aogpt.objectives import masked_nll, masks_at
 from aogpt.orders import orders_at
 from aogpt.runtime.errors import UserError
@@ -99,10 +98,6 @@ def copy_of(reference, out, **changes):
     return change(reference, out=str(out), **changes)
 
 
-WHOLE = False
-CUT = True
-
-
 class Stopped(Exception):
     pass
 
@@ -114,29 +109,21 @@ def stop_after(numbers, values):
 
 
 @pytest.mark.parametrize(
-    "system, cut, clip",
-    [("decoder", WHOLE, 0.25), ("decoder", CUT, math.inf), ("encoder", CUT, math.inf)],
+    "system, clip", [("decoder", 0.25), ("decoder", math.inf), ("encoder", math.inf)]
 )
 def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(
-    data, system, cut, clip, tmp_path, monkeypatch
+    data, system, clip, tmp_path, monkeypatch
 ):
-    """A batch of a random length holds the first tokens of its blocks."""
     monkeypatch.setattr(train, "MAX_GRAD_NORM", clip)
     config = tiny_config(data, tmp_path, model__dropout=0.0)
     config.run_folder.mkdir()
     step = 3
     length = 16
-    if cut:
-        config = change(config, data__random_length_prob=0.7)
-        of_steps = batch_lengths(config.seed, range(100), 16, 0.7)
-        step = int(np.argmax(of_steps < 16))
-        length = int(of_steps[step])
-        assert length < 16
     if system == "encoder":
         config = encoder_config(config)
     dataset = TokenDataset(data, "train", 16)
     rows = range(8)
-    tokens = dataset.batch(7, step, rows, 8)[:, :length]
+    tokens = dataset.batch(7, step, rows, 8)
     torch.manual_seed(config.seed)
     plain = build_model(config.model)
     if system == "encoder":
@@ -174,52 +161,22 @@ def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(
     factor = min(1, clip / norm)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, factor * q.grad, rtol=1e-3, atol=1e-6)
-    if system == "decoder":  # no row of a position past the end was touched
-        touched = model.wpe.weight.grad
-        assert touched[1:length].any()
-        assert not touched[length + 1 :].any()
-
-
-@pytest.mark.parametrize("size", [1, 20])
-def test_the_lengths_of_cut_batches_are_uniform_rounded_up_to_eighths(size):
-    lengths = batch_lengths(3, range(40_000), size, 0.25)
-    eighths = [math.ceil(k * size / 8) for k in range(1, 9)]
-    # what rounding up makes of every length, by hand
-    exact = [next(e for e in eighths if e >= n) for n in range(1, size + 1)]
-    shares = {e: 0.25 * exact.count(e) / size for e in exact}
-    shares[size] += 0.75
-    drawn_lengths = batch_lengths(
-        3, range(1000, 2600), size, 0.25
-    )  # of seed and step alone
-    np.testing.assert_array_equal(drawn_lengths, lengths[1000:2600])
-    values, counts = np.unique(lengths, return_counts=True)
-    assert set(values.tolist()) == shares.keys()
-    assert len(values) <= 8
-    for length, count in zip(values.tolist(), counts.tolist(), strict=True):
-        share = shares[length]
-        deviation = math.sqrt(40_000 * share * (1 - share))  # of a binomial
-        assert abs(count - 40_000 * share) <= 5 * deviation, length
 
 
 def test_tokens_are_counted_as_seen_and_survive_a_resume_which_is_exact_with_muon_too(
     data, tmp_path
 ):
-    """Half of the steps have a random length."""
     whole = tiny_config(
         data,
         tmp_path / "whole",
         steps=20,
         model__dropout=0.0,
-        data__random_length_prob=0.5,
         optim__kind="muon",
         optim__min_lr_ratio=1.0,
         checkpoint__interval=100,
     )
     train.train(whole, ALONE)
-    lengths = batch_lengths(seed=7, steps=range(20), block_size=16, random_prob=0.5)
-    assert len(set(lengths.tolist())) > 3
-    expected = dict(zip(range(1, 21), (8 * lengths.cumsum()).tolist(), strict=True))
-    assert metrics(whole, "tokens") == expected
+    assert metrics(whole, "tokens") == {step: 8 * 16 * step for step in range(1, 21)}
     config = change(whole, out=str(tmp_path), train__steps=7)
     train.train(config, ALONE)
     train.train(change(config, train__steps=20), ALONE)
@@ -322,21 +279,6 @@ def test_what_has_changed_is_said_and_used_and_another_tokenizer_is_an_error(
     (other / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(UserError, match="tokenizer = 'bytes', but now it is 'words'"):
         train.train(change(config, train__steps=43), ALONE)
-
-
-def test_what_max_tokens_limits_in_a_mixture_is_said(data, tmp_path, capsys):
-    more = make_data(tmp_path, words=3000, seed=1)
-    config = tiny_config(data, tmp_path / "out", steps=5)
-    config = change(config, data__mix=(f"{more}=0.2",))
-    train.train(config, ALONE)
-    before = capsys.readouterr().out
-    assert "data.max_tokens" not in before
-    train.train(change(config, name="few", data__max_tokens=80), ALONE)
-    said = capsys.readouterr().out
-    assert f"{data}: 80.0% of the sequences, 5 blocks" in said
-    (whole,) = re.findall(rf"{re.escape(str(more))}: .* blocks", before)
-    assert whole in said
-    assert f"data.max_tokens limits {data} alone" in said
 
 
 DRIVER = """

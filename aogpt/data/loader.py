@@ -20,7 +20,7 @@ from ..runtime import randomness
 from ..runtime.errors import UserError
 from ..runtime.files import sha256_file
 from ..runtime.paths import DATA
-from ..runtime.randomness import philox_bits, to_uniform
+from ..runtime.randomness import philox_bits
 from ..runtime.validation import (
     Count,
     FileName,
@@ -30,16 +30,13 @@ from ..runtime.validation import (
     schema,
 )
 from .catalogue import command_for
-from .tokenizers import Tokenizer, other_tokenizer
+from .tokenizers import Tokenizer
 
 if TYPE_CHECKING:  # prepare.py starts without torch
     import torch
 
 FORMAT = 2  # the newest that is read; of prompts, where text has 1
-LENGTHS = 8  # to which a batch can be shortened: torch.compile makes code for each
-LENGTHS_AT_ONCE = 512  # steps whose lengths come from one call of Philox
 IDS_AT_ONCE = 1 << 24
-PATTERN = 1000  # sequences, in which each part of a mixture has its exact share
 # Signs that a file without meta.json is not text in GPT-2's ids of 16 bits. "!" has the
 # id 0, and the first 512 ids are bytes and the most frequent pairs. The upper half of
 # an id of 32 bits is below 16 for every vocabulary of fewer than a million.
@@ -236,25 +233,21 @@ def spread(count: int, total: int) -> np.ndarray:
 
 class Shuffles:
     """The orders of the blocks of a data set in its epochs. Those of four are kept: a
-    batch moves on to the next epoch, never back. Each part of a mixture keeps its own,
-    as every batch reads all parts."""
+    batch moves on to the next epoch, never back."""
 
     def __init__(self):
         self.order = functools.lru_cache(maxsize=4)(shuffled)
 
-    def indices(
-        self, seed: int, numbers: np.ndarray, count: int, first: int = 0
-    ) -> np.ndarray:
+    def indices(self, seed: int, numbers: np.ndarray, count: int) -> np.ndarray:
         """Return the numbers of the blocks that sequences read, int64 (B,): sequence n
-        reads block shuffle_e[n % count] of epoch e = n // count. first: added to the
-        epoch's number for the shuffle."""
+        reads block shuffle_e[n % count] of epoch e = n // count."""
         epochs, places = np.divmod(numbers, count)
         indices = np.empty_like(places)
         # Two epochs where a batch straddles them, more if it is larger than the
         # dataset.
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            order = self.order(seed, first + int(epoch), count)
+            order = self.order(seed, int(epoch), count)
             indices[here] = order[places[here]]
         return indices
 
@@ -414,168 +407,6 @@ class TokenDataset:
         return self.shuffles.indices(seed, sequence, self.num_blocks)
 
 
-class Mixture(TokenDataset):
-    """Text data sets with one tokenizer and end-of-text, each with a share of the
-    sequences: a fixed number of every PATTERN consecutive ones, in random order. Each
-    has its own epochs, as if it were read alone; an epoch of the mixture is one of the
-    first data set.
-
-    counts: sequences of each part in every PATTERN. names: the parts' names, for
-    messages."""
-
-    def __init__(self, parts: list[TokenDataset], counts: list[int], names: list[str]):
-        self.parts = parts
-        self.names = names
-        self.meta = parts[0].meta
-        self.counts = np.array(counts, np.int64)
-        sizes = [part.num_blocks for part in parts]
-        self.ends = np.cumsum(sizes)
-        self.starts = self.ends - sizes  # numbers of the first blocks
-        self.block_size = parts[0].block_size
-        self.of_records = False
-        self.shift = 0
-        self.num_blocks = max(1, round(sizes[0] * PATTERN / counts[0]))
-
-    def describe(self, sequences: int) -> list[str]:
-        """Return a line for each part: its share, its blocks, and how often a run of
-        this many sequences reads them."""
-        lines = []
-        for part, count, name in zip(self.parts, self.counts, self.names, strict=True):
-            share = count / PATTERN
-            epochs = sequences * share / part.num_blocks
-            lines.append(
-                f"{name}: {share:.1%} of the sequences, {part.num_blocks:,} blocks, "
-                f"{epochs:.3g} epochs"
-            )
-        return lines
-
-    def files(self) -> dict[str, dict]:
-        """Return the checksum, size and times of each file of all parts, by path."""
-        recorded = {}
-        for part in self.parts:
-            recorded.update(part.files())
-        return recorded
-
-    def check_unchanged(self) -> None:
-        """Raise UserError or OSError if a file of a part has changed."""
-        for part in self.parts:
-            part.check_unchanged()
-
-    def blocks(self, indices) -> torch.LongTensor:
-        """Return the tokens of the blocks with these numbers among the blocks of all
-        parts, LongTensor (B, T)."""
-        import torch
-
-        part = np.searchsorted(self.ends, indices, side="right")
-        tokens = torch.empty(len(indices), self.block_size, dtype=torch.int64)
-        for n in np.unique(part):
-            here = part == n
-            tokens[here] = self.parts[n].blocks(indices[here] - self.starts[n])
-        return tokens
-
-    def indices(
-        self, seed: int, step: int, rows: range, global_batch: int
-    ) -> np.ndarray:
-        """Return the numbers of the blocks that `batch` reads, among those of all
-        parts, int64 (B,)."""
-        sequence = self.shift + step * global_batch + np.asarray(rows, dtype=np.int64)
-        indices = np.empty_like(sequence)
-        parts = np.repeat(np.arange(len(self.parts)), self.counts)
-        for pattern in np.unique(sequence // PATTERN):
-            here = sequence // PATTERN == pattern
-            (bits,) = philox_bits(
-                seed,
-                int(pattern),
-                rows=range(1),
-                width=PATTERN,
-                stream=randomness.MIXTURE,
-            )
-            shuffle = np.argsort(bits, kind="stable")
-            drawn = parts[shuffle]
-            for n, part in enumerate(self.parts):
-                of_part = here & (drawn[sequence % PATTERN] == n)
-                counts = np.cumsum(drawn == n)
-                before = counts[sequence[of_part] % PATTERN] - 1
-                number = pattern * self.counts[n] + before
-                # Another shuffle for each part; that of the first is the one it has
-                # alone.
-                numbers = part.shuffles.indices(
-                    seed, number, part.num_blocks, first=n << 40
-                )
-                indices[of_part] = self.starts[n] + numbers
-        return indices
-
-
-def open_training_data(
-    folder: Path, block_size: int, max_tokens: int, mix: tuple[str, ...]
-) -> TokenDataset:
-    """Return the training split of a data set, and with `mix`, FOLDER=SHARE each, a
-    Mixture of it with others. Raises FileNotFoundError or UserError."""
-    data = TokenDataset(folder, "train", block_size, max_tokens=max_tokens)
-    if not mix:
-        return data
-    parts = [data]
-    shares = []
-    folders = {folder.resolve()}
-    for text in mix:
-        name, share = _name_and_share(text)
-        shares.append(share)
-        place = find_dataset(name)
-        if place.resolve() in folders:
-            raise UserError(f"data.mix {text}: this data set is in the mixture twice")
-        folders.add(place.resolve())
-        part = TokenDataset(place, "train", data.block_size)
-        if other_tokenizer(part.meta, data.meta):
-            raise UserError(
-                f"data.mix {name} has another tokenizer than {folder}; prepare it again"
-            )
-        end = part.meta["eot"]
-        if end != data.meta["eot"]:
-            raise UserError(
-                f"data.mix {name} ends a document with id {end}, {folder} with id "
-                f"{data.meta['eot']}; prepare it again with the same --end-token"
-            )
-        if part.block_size != data.block_size:
-            raise UserError(
-                f"data.mix {name} is of records in blocks of {part.block_size} tokens, "
-                f"{folder} of {data.block_size}; leave it out"
-            )
-        parts.append(part)
-    if any(part.of_records for part in parts):
-        raise UserError(
-            "data.mix is for texts, and one of these has prompts; leave it out"
-        )
-    rest = PATTERN - sum(shares)
-    if rest <= 0:
-        raise UserError(
-            "data.mix: give shares above 0, below 1 in all; data.folder has the rest"
-        )
-    names = [str(folder)]
-    for text in mix:
-        names.append(text.rpartition("=")[0])
-    return Mixture(parts, [rest, *shares], names)
-
-
-def _name_and_share(text: str) -> tuple[str, int]:
-    """Return the data set of FOLDER=SHARE and its sequences of each PATTERN."""
-    name, _, share = text.rpartition("=")
-    try:
-        count = float(share) * PATTERN
-    except ValueError:
-        raise UserError(
-            f"data.mix {text}: give FOLDER=SHARE, as data/own=0.1"
-        ) from None
-    if not 0 < count < PATTERN:  # nor NaN
-        raise UserError(
-            "data.mix: give shares above 0, below 1 in all; data.folder has the rest"
-        )
-    if abs(count - round(count)) > 1e-6:
-        raise UserError(
-            f"data.mix {text}: the share must be a multiple of {1 / PATTERN}"
-        )
-    return name, round(count)
-
-
 def file_record(path: Path, sha256: str | None) -> dict:
     """Return the checksum, size and times of a file."""
     stat = path.stat()
@@ -617,35 +448,3 @@ def shuffled(seed: int, epoch: int, count: int) -> np.ndarray:
         seed, epoch, rows=range(1), width=count, stream=randomness.SHUFFLE
     )
     return np.argsort(bits, kind="stable")
-
-
-def batch_lengths(
-    seed: int, steps: range, block_size: int, random_prob: float
-) -> np.ndarray:
-    """Return the length of the sequences in the global batch of each step, int64
-    (len(steps),): block_size, or with probability `random_prob` uniform in 1 ..
-    block_size and rounded up to an eighth of it. A shortened batch keeps the first
-    tokens of its blocks."""
-    lengths = np.full(len(steps), block_size, dtype=np.int64)
-    if random_prob == 0 or not len(steps):
-        return lengths
-    # Two numbers a step, of the chunks that these steps are in.
-    first = steps.start // LENGTHS_AT_ONCE
-    last = (steps.stop - 1) // LENGTHS_AT_ONCE
-    bits = []
-    for chunk in range(first, last + 1):
-        numbers = philox_bits(
-            seed,
-            chunk,
-            rows=range(1),
-            width=2 * LENGTHS_AT_ONCE,
-            stream=randomness.LENGTHS,
-        )
-        bits.append(numbers)
-    start = steps.start - first * LENGTHS_AT_ONCE
-    pairs = to_uniform(np.concatenate(bits)).reshape(-1, 2)
-    uniform = pairs[start : start + len(steps)]
-    drawn = 1 + (uniform[:, 1] * block_size).astype(np.int64)
-    eighths = -(-np.arange(1, LENGTHS + 1) * block_size // LENGTHS)  # rounded up
-    rounded = eighths[np.searchsorted(eighths, drawn)]
-    return np.where(uniform[:, 0] < random_prob, rounded, lengths)

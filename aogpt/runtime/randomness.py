@@ -8,14 +8,12 @@ import numpy as np
 ORDERS = 0  # of training, or an encoder's masks
 SHUFFLE = 1
 SPLIT = 2
-LENGTHS = 3
 PLANS = 4  # of samples
 TOKENS = 5  # of samples
 SCORED_ORDERS = 6  # of likelihoods
 SCORED_MASKS = 7  # of likelihoods
 ENSEMBLES = 8
 DROPOUT = 10
-MIXTURE = 11
 
 
 def philox_bits(

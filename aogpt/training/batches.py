@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from ..data.loader import TokenDataset, batch_lengths
+from ..data.loader import TokenDataset
 from ..objectives import Batch, masks_at
 from ..orders import Roles, orders_at
 from ..runtime.errors import UserError
@@ -108,13 +108,6 @@ def micro_batches(
         first = (index * procs.world_size + procs.rank) * micro_size
         batch_rows = range(first, first + micro_size)
         tokens = data.batch(config.seed, step, batch_rows, config.train.batch_size)
-        (length,) = batch_lengths(
-            config.seed,
-            range(step, step + 1),
-            data.block_size,
-            config.data.random_length_prob,
-        )
-        tokens = tokens[:, :length].contiguous()
         roles = None
         mean_predicted = 1.0
         if data.of_records:

@@ -45,15 +45,7 @@ class DataConfig(Table):
     """The data of a run."""
 
     folder: str = "data/openwebtext"  # folder that data/prepare.py wrote
-    # more data sets of the same tokenizer, as FOLDER=0.1 (share of the sequences);
-    # data.folder has the rest and the validation split
-    mix: tuple[str, ...] = ()
-    # share of the steps with shorter sequences, so that the model learns these, too
-    # (LLaDA: 0.01); their length in tokens is uniform in 1 to block_size, rounded up to
-    # an eighth of it
-    random_length_prob: Probability = 0.0
-    # train on this many tokens of data.folder, in blocks spread over it; 0: all. Data
-    # sets of data.mix are read whole
+    # train on this many tokens of data.folder, in blocks spread over it; 0: all
     max_tokens: NonNegative = 0
 
 

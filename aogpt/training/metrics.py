@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from ..data.loader import TokenDataset, batch_lengths
+from ..data.loader import TokenDataset
 from ..runtime.command_line import visible
 from ..runtime.errors import UserError, reason_of
 from ..runtime.files import to_json, write_jsonl, write_text
@@ -141,7 +141,7 @@ class Log:
         self.peak_flops = peak_flops(procs.device, config.dtype_on(procs.device))
         # Predicted tokens of a step; None where steps differ.
         self.tokens_per_step: int | None = None
-        if not data.of_records and not config.data.random_length_prob:
+        if not data.of_records:
             self.tokens_per_step = config.train.batch_size * data.block_size
         if progress.step and not progress.tokens:  # in a checkpoint of an older version
             batch_size = progress.sequences / progress.step
@@ -278,10 +278,7 @@ class Log:
         batch_size = self.config.train.batch_size
         if self.data.of_records:
             return sum(self.data.predicted(seed, step, batch_size) for step in steps)
-        lengths = batch_lengths(
-            seed, steps, self.data.block_size, self.config.data.random_length_prob
-        )
-        return batch_size * int(lengths.sum())
+        return len(steps) * batch_size * self.data.block_size
 
     def time_left(self, step: int) -> str:
         """Return the time left in the run, with validations; "" if unknown or none."""

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 
-from ..data.loader import LENGTHS
 from ..model import Transformer
 from ..runtime.devices import has_compiler
 from ..runtime.errors import UserError
@@ -23,6 +22,7 @@ from .config import Config
 
 # What selective activation checkpointing saves: matrix products, and attention, which
 # has an operation of its own on every device.
+MOST_SHAPES = 32  # of compiled code
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 ATTENTION = (
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -168,8 +168,8 @@ def save_attention_too(context, operation, *arguments, **keywords):
 
 @contextlib.contextmanager
 def compiled(model: Transformer, procs: Processes):
-    """Return a context in which the model is compiled, once for every shape: up to
-    LENGTHS in training, whole and last batches in validation. Raises UserError without
+    """Return a context in which the model is compiled, once for every shape: those of
+    training, of whole and of last batches in validation. Raises UserError without
     a compiler."""
     if procs.device.type == "cpu" and not has_compiler():
         raise UserError(
@@ -184,7 +184,7 @@ def compiled(model: Transformer, procs: Processes):
         model.compile(dynamic=False)
     # Beyond torch.compile's default limit of 8 shapes the model would silently run
     # uncompiled.
-    with torch._dynamo.config.patch(recompile_limit=4 * LENGTHS):
+    with torch._dynamo.config.patch(recompile_limit=MOST_SHAPES):
         yield
 
 

@@ -48,7 +48,6 @@ TOLD = {
     "optim": NOW,
     "model.dropout": NOW,
     "train.dtype": NOW,
-    "data.random_length_prob": NOW,
     "order": OTHER_LOSS,
     "objective": OTHER_LOSS,
     "schedule": OTHER_LOSS,
@@ -58,7 +57,6 @@ TOLD = {
     "seed": SHUFFLED,
     "data.train": SHUFFLED,
     "data.max_tokens": SHUFFLED,
-    "data.mix": SHUFFLED,
     "train.init_from": "without effect, as the run has weights of its own",
     "train.batch_size": (
         "the data goes on after the {sequences:,} sequences read so far"
