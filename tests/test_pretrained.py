@@ -34,7 +34,10 @@ from aogpt.data.tokenizers import get_tokenizer
 from aogpt.model import rotary_angles
 from aogpt.runtime.errors import UserError
 from aogpt.sampling import TokenChoice, generate, l2r_plan
+from aogpt.systems import build_model
 from aogpt.training import config as configuration
+from aogpt.training import state as training_state
+from aogpt.training.warm_start import warm_start
 from convert import convert
 
 transformers = pytest.importorskip("transformers")
@@ -662,3 +665,54 @@ def test_convert_counts_the_parameters_that_it_writes(kind, tmp_path, capsys):
     assert count == sum(p.numel() for p in theirs.parameters()) + 24
     is_unread = kind == "Qwen3"
     assert ("24 of them [None], which no score reads" in line) == is_unread
+
+
+def write_gpt2(folder: Path) -> None:
+    """Write a random tiny GPT-2 of transformers to a folder."""
+    config = transformers.GPT2Config(
+        vocab_size=257, n_positions=32, n_embd=24, n_layer=2, n_head=2
+    )
+    torch.manual_seed(0)
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GPT-2"])
+def test_an_encoder_starts_from_a_pretrained_decoder(
+    kind, llama, data, tmp_path, monkeypatch, capsys
+):
+    """Its weights, with the mean of the token vectors as that of [MASK]; 50 steps."""
+    if kind == "Llama":
+        folder = llama[1]
+        data = data_for(folder, tmp_path, val_fraction=0.2)
+    else:  # whose tokenizer, with 50,257 ids, would be most of the model
+        folder = tmp_path / "gpt2"
+        write_gpt2(folder)
+        monkeypatch.setattr(training_state, "check_same_tokenizer", lambda *_: None)
+    source = load(folder).model
+    V = source.config.vocab_size
+    words = ["--train.init-from", folder, "--data.folder", data, "--name", "encoder"]
+    words += ["--model.mask-token", V, "--model.vocab-size", V + 1, "--out", tmp_path]
+    words += "--model.attention full --model.target none --model.block-size 16".split()
+    words += "--objective.kind lambda_dce --order.kind random --train.steps 50".split()
+    words += "--order.l2r-prob 0 --train.batch-size 8 --optim.lr 2e-3".split()
+    words += "--optim.warmup-steps 5 --train.device cpu --eval.interval 25".split()
+    if kind == "GPT-2":
+        words += ["--model.position", "learned"]
+    run_main(train, monkeypatch, capsys, "configs/smollm2.toml", *words)
+    lines = (tmp_path / "encoder" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    losses = [row["val_loss_random_raw"] for row in rows if "val_loss_random" in row]
+    assert len(losses) == 3  # of the first one before all steps
+    assert losses[-1] < losses[0] - 0.3
+    run = tmp_path / "encoder"
+    printed = run_main(sample, monkeypatch, capsys, run, "--infill", "the[MASK:3] fox")
+    assert "[MASK" not in printed
+
+    encoder = build_model(load(run).model.config)
+    warm_start(encoder, source)
+    tokens = source.wte.weight
+    assert torch.equal(encoder.wte.weight[:V], tokens)
+    assert torch.equal(encoder.wte.weight[V], tokens.mean(dim=0))
+    assert torch.equal(encoder.blocks[1].mlp.fc.weight, source.blocks[1].mlp.fc.weight)
+    if kind == "GPT-2":
+        assert torch.equal(encoder.wpe.weight, source.wpe.weight[1:17])

@@ -142,7 +142,7 @@ def start(config: Config, data_meta: Mapping[str, Any], procs: Processes) -> Sta
             changed.append(f"model.{name} = {now!r} (was {before!r})")
         if changed:
             procs.print0(f"other than in its source: {', '.join(changed)}")
-        if source.scored_from:
+        if source.scored_from and not config.model.is_encoder:
             procs.print0(FIRST_TOKENS.format(source=config.train.init_from))
         del source
     # empty: drawing the weights of a large model, to be replaced, would take minutes

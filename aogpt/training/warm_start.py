@@ -33,9 +33,15 @@ def may_differ(name: str, theirs: ModelConfig, ours: ModelConfig) -> bool:
     """Return whether a start may change the key `name` of [model]: because no weight of
     the source depends on it, or because it adds weights that change nothing at
     first."""
+    becomes_encoder = ours.is_encoder and theirs.target == "none"
     match name:
         case "dropout" | "position_init" | "block_size":  # of tables: see `check_start`
             return True
+        case "attention" | "mask_token":
+            return becomes_encoder and not theirs.is_encoder
+        case "vocab_size":  # [MASK] is a row more
+            more = ours.vocab_size > theirs.vocab_size
+            return becomes_encoder and not theirs.is_encoder and more
         case "target":
             return theirs.target == "none"
         case "noise" | "attn_bias" | "mlp_bias" | "head_bias":
@@ -86,9 +92,14 @@ def warm_start(model: Transformer, source: Transformer) -> None:
     new adaLN starts as the identity (shift 0, scale 0, gate 1), other new tables of
     target positions at 0: at first the model computes what the source does, except with
     two streams or queries that are a [MASK], or for a plain GPT with rotary positions
-    without query_at = "before_target". Longer position tables are cropped. Raises
-    CheckpointError if the weights would mean something else in the model."""
+    without query_at = "before_target". Longer position tables are cropped. An encoder
+    also starts from a plain GPT (DiffuLLaMA, arXiv 2410.17891; without its shift by one
+    position), with the mean of the token vectors for [MASK]. Raises CheckpointError if
+    the weights would mean something else in the model."""
     check_start(model, source)
+    mask_token = None
+    if not source.config.is_encoder:
+        mask_token = model.config.mask_token
     layers = dict(source.named_modules())
     for name, layer in model.named_modules():
         if name not in layers:
@@ -97,8 +108,15 @@ def warm_start(model: Transformer, source: Transformer) -> None:
             continue
         weights = dict(layers[name].named_parameters(recurse=False))
         for leaf, p in layer.named_parameters(recurse=False):
-            if leaf in weights:
-                p.copy_(rows_of(layers[name], layer, weights[leaf]))
+            if leaf not in weights:
+                continue
+            weight = rows_of(layers[name], layer, weights[leaf])
+            if mask_token is not None and name in ("wte", "head"):
+                tokens = weight[:mask_token]  # rows (V, D), or biases (V,)
+                p.copy_(tokens.mean(dim=0).expand_as(p))
+                p[: len(tokens)] = tokens
+            else:
+                p.copy_(weight)
 
 
 def rows_of(source: nn.Module, layer: nn.Module, weight: Tensor) -> Tensor:
