@@ -31,6 +31,7 @@ from studies import (
     fuzz,
     gguf_folder,
     gpu_day,
+    molecules,
     music,
     plot,
     pretrained,
@@ -75,6 +76,7 @@ SCRIPTS = {
     "studies.fuzz": fuzz,
     "studies.gguf_folder": gguf_folder,
     "studies.gpu_day": gpu_day,
+    "studies.molecules": molecules,
     "studies.music": music,
     "studies.plot": plot,
     "studies.prepare": study_data,
@@ -201,6 +203,9 @@ def parse(monkeypatch):
         elif script == "studies.bench":
             for name in ("bench_decode", "bench_train"):
                 monkeypatch.setattr(bench, name, stop(getattr(bench, name)))
+        elif script == "studies.molecules":
+            for name in ("prepare", "ruler", "sizes"):
+                monkeypatch.setattr(molecules, name, stop(getattr(molecules, name)))
         elif script == "studies.pretrained":
             for part in ("Agree", "Lambada", "Fill", "Gather", "Page"):
                 one = getattr(pretrained, part)

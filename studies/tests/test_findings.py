@@ -159,6 +159,11 @@ def test_verdicts_are_those_that_an_independent_script_computes_from_the_rows(na
     assert not audited
 
 
+def test_each_experiment_has_a_theme():
+    for name in experiments.experiment_names():
+        assert load_experiment(name).row["theme"] in pages.THEMES, name
+
+
 def test_the_overviews_are_those_of_the_runs_that_are_shipped():
     assert (pages.RESULTS / "README.md").read_text() == pages.overview()
     text = pages.filled((experiments.CONFIGS / "targets.md").read_text())
