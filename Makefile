@@ -75,7 +75,7 @@ docs: $(DOCS_VENV)/.requirements
 	@echo "open site/index.html"
 
 playground: $(VENV)/.requirements-playground
-	$(PY) -m aogpt playground
+	$(PY) -m extras.playground.app
 
 gpu: $(VENV)/.requirements-dev
 	$(PY) -m pytest -m gpu --numprocesses=1

@@ -115,11 +115,6 @@ def main() -> None:
         from . import __version__
 
         show(f"aogpt {__version__}")
-    elif sys.argv[1:2] == ["playground"]:
-        from .playground.app import main as run_playground
-
-        del sys.argv[1]
-        run_playground()
     else:
         tyro.extras.subcommand_cli_from_dict(FUNCTIONS, description=__doc__)
 

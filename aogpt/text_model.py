@@ -321,13 +321,6 @@ class TextModel:
             log_probs.append(padded[: len(row)])
         return log_probs
 
-    def log_prob(self, ids: list[int]) -> float:
-        """Return log p of the tokens of a whole text, left to right, nats."""
-        if not ids:
-            raise UserError("there is no token to score")
-        (log_probs,) = self._log_probs([ids], [torch.arange(len(ids))])
-        return _total(log_probs)
-
     # ---- generation ------------------------------------------------------------------
 
     def generate(

@@ -20,9 +20,9 @@ import eval_ppl
 import sample
 from aogpt import __main__ as commands
 from aogpt.data import prepare
-from aogpt.playground import app
 from aogpt.training import config as configuration
 from extras import harness, plain_gpt
+from extras.playground import app
 from studies import (
     bench,
     eval_infill,
@@ -66,8 +66,8 @@ SCRIPTS = {
     "aogpt fill": commands,
     "aogpt blanks": commands,
     "aogpt generate": commands,
-    "aogpt playground": app,
     "extras.harness": harness,
+    "extras.playground.app": app,
     "extras.plain_gpt": plain_gpt,
     "studies.bench": bench,
     "studies.eval_infill": eval_infill,

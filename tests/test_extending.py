@@ -205,18 +205,16 @@ def test_a_score_of_positions_is_a_function_and_a_row(project):
         "aogpt/sampling/scores.py",
         "SCORES = {\n",
         "SCORES = {\n"
-        '    "id_zero": ScoreRule(lambda log_probs: log_probs[:, 0], title="0 first",\n'
+        '    "id_zero": ScoreRule(lambda log_probs: log_probs[:, 0],\n'
         "        least=lambda threshold: 2 - threshold, largest_threshold=99.0),\n",
     )
     check = """
 import torch
 from aogpt.model import AOGPT, ModelConfig
-from aogpt.playground.session import RULES
 from aogpt.runtime.processes import Processes
 from aogpt.sampling import modes
 from eval_ppl import parse_rule, title_of
 
-assert RULES["0 first"] == "id_zero"
 assert parse_rule("id_zero:threshold=9", group=1).pace.threshold == 9
 row = {"orders": "id_zero", "group": 1, "bound": "mean"}
 assert title_of(row) == "the model's, by id_zero"

@@ -112,13 +112,9 @@ def test_the_installed_command_runs_from_another_folder(site, tmp_path):
 def test_every_optional_import_has_an_extra():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    for extra, package in (
-        ("playground", "gradio"),
-        ("eval", "transformers"),
-    ):
-        names = [line.split(">")[0].strip() for line in extras[extra]]
-        assert package in names
-        assert extra in extras["all"][0]
+    names = [line.split(">")[0].strip() for line in extras["eval"]]
+    assert "transformers" in names
+    assert "eval" in extras["all"][0]
 
 
 def test_a_model_from_a_hub_needs_no_extra():

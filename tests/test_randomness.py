@@ -106,10 +106,9 @@ def test_every_stream_has_one_use_and_the_seed_no_other_generator():
                     generators.append(place)
     used = {name: used[name] for name in used if name in streams}
     # ORDERS: the default of orders and of masks. A run trains on one or the other.
-    # text_model.py scores along the orders of eval_ppl.py, and app.py draws what
-    # sample.py draws.
+    # text_model.py scores along the orders of eval_ppl.py.
     expected = dict.fromkeys(streams, 1)
-    for name in ("ORDERS", "SCORED_ORDERS", "PLANS", "TOKENS"):
+    for name in ("ORDERS", "SCORED_ORDERS"):
         expected[name] = 2
     assert used == expected
     # The seed of dropout has a stream, those of the initial weights are hashed from

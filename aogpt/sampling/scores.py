@@ -1,5 +1,5 @@
 """Scores by which a model chooses the positions to unmask first. To add one: a
-function, and a row of `SCORES`; all scripts and the playground then have it.
+function, and a row of `SCORES`; all scripts then have it.
 
 Shapes: N positions, V vocabulary."""
 
@@ -50,7 +50,6 @@ class ScoreRule:
     """A score of positions: the highest one is unmasked first."""
 
     function: Callable[..., Tensor]  # of log-probabilities, (N, V) -> (N,)
-    title: str  # of this order in the playground
     # The least score that passes a threshold, as a user gives it.
     least: Callable[[float], float] = lambda threshold: threshold
     largest_threshold: float = 1.0
@@ -59,26 +58,18 @@ class ScoreRule:
 
 # Scores that a user can name.
 SCORES = {
-    "confidence": ScoreRule(
-        confidence, title="most confident first", least=least_log_prob
-    ),
+    "confidence": ScoreRule(confidence, least=least_log_prob),
     "entropy": ScoreRule(
         minus_entropy,
-        title="least entropy first",
         least=lambda threshold: -threshold,
         largest_threshold=math.inf,
     ),
-    "margin": ScoreRule(margin, title="largest margin first"),
+    "margin": ScoreRule(margin),
 }
 Score = Literal[*SCORES]  # type: ignore[valid-type]
 ALL_SCORES = SCORES | {
     # For the likelihood of known tokens.
-    "oracle": ScoreRule(
-        target_log_prob,
-        title="likeliest true token first",
-        least=least_log_prob,
-        needs_targets=True,
-    ),
+    "oracle": ScoreRule(target_log_prob, least=least_log_prob, needs_targets=True),
 }
 RuleScore = Literal[*ALL_SCORES]  # type: ignore[valid-type]
 

@@ -7,18 +7,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import text_model as aogpt
-from ..data.pieces import readable_pieces, token_text
-from ..runtime.command_line import visible
-from ..runtime.errors import UserError
-from ..runtime.randomness import PLANS, TOKENS, philox_bits, to_uniform
-from ..sampling.modes import Context
-from ..sampling.scores import scores_of
-from ..sampling.token_choice import TokenChoice, choose_tokens
-from ..scoring import masked_logits, token_log_probs
+import aogpt
+from aogpt.data.pieces import token_text
+from aogpt.data.tokenizers import Tokenizer
+from aogpt.runtime.command_line import visible
+from aogpt.runtime.errors import UserError
+from aogpt.runtime.randomness import PLANS, TOKENS, philox_bits, to_uniform
+from aogpt.sampling.modes import Context
+from aogpt.sampling.scores import scores_of
+from aogpt.sampling.token_choice import TokenChoice, choose_tokens
+from aogpt.scoring import masked_logits, token_log_probs
 
 IMPOSSIBLE = -1e4  # nats
 CHOICES = 8  # tokens that are listed for a blank
+REPLACEMENT = "\ufffd"
 
 
 class Filled(NamedTuple):
@@ -180,7 +182,10 @@ class Fill:
             self.text.model, tokens, order, prompt_lengths=start
         )
         filling = float(log_probs[0, len(given) :].double().sum())
-        return filling, self.text.log_prob(self.tokens)
+        left_to_right = torch.arange(tokens.shape[1], device=self.text.device)[None]
+        whole = token_log_probs(self.text.model, tokens, left_to_right)
+        first = self.text.loaded.scored_from
+        return filling, float(whole[0, first:].double().sum())
 
 
 def new_fill(text: aogpt.TextModel, context: Context) -> Fill:
@@ -282,3 +287,20 @@ def known_views(fill: Fill, positions: list[int]) -> list[dict]:
         token = {"step": number, "text": visible(piece), "p": probability}
         views.append(token)
     return views
+
+
+def readable_pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    """Return the text of each token, as `Tokenizer.pieces`, but with bytes in place of
+    characters that are not complete. A complete character belongs to its last token."""
+    pieces = tokenizer.pieces(ids)
+    start = 0  # the first token of this character
+    for i, piece in enumerate(pieces):
+        if piece == "" and i + 1 < len(pieces):
+            continue
+        tokens = ids[start : i + 1]
+        if piece == "" or REPLACEMENT in piece:
+            is_written = REPLACEMENT.encode() in tokenizer.to_bytes(tokens)
+            if not is_written:
+                pieces[start : i + 1] = [token_text(tokenizer, t) for t in tokens]
+        start = i + 1
+    return pieces

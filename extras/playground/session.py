@@ -3,17 +3,22 @@
 import functools
 from dataclasses import dataclass, replace
 
-from .. import text_model as aogpt
-from ..runtime.devices import pick_device
-from ..runtime.errors import UserError
-from ..runtime.validation import Seed, check_value
-from ..sampling import gaps
-from ..sampling.scores import SCORES
+import aogpt
+from aogpt.runtime.devices import pick_device
+from aogpt.runtime.errors import UserError
+from aogpt.runtime.validation import Seed, check_value
+from aogpt.sampling import gaps
+
 from .fill import Fill, new_fill
 
-RULES = {"left to right": "l2r", "random": "random"}
-RULES.update({score.title: name for name, score in SCORES.items()})
-RULES["the blank that I click"] = "click"
+RULES = {  # by their titles on the page
+    "left to right": "l2r",
+    "random": "random",
+    "most confident first": "confidence",
+    "least entropy first": "entropy",
+    "largest margin first": "margin",
+    "the blank that I click": "click",
+}
 
 
 @functools.lru_cache(maxsize=4)

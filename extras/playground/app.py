@@ -1,18 +1,16 @@
 """A playground in the browser: fill in the gaps of a text token by token, in any order.
 
-    aogpt playground
-    aogpt playground out/quickstart --port 7861
+    python -m extras.playground.app
+    python -m extras.playground.app out/quickstart --port 7861
 
 The list of models has those of out/ and the folders of models/, such as a SmolLM2 in
 models/smollm2. A plain GPT can only continue.
 
-It needs gradio: pip install gradio, which is also the extra aogpt[playground]; in a
-clone, `make playground` does that."""
+It needs gradio: `make playground` installs and starts it."""
 
 import importlib.util
 import os
 import socket
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -20,9 +18,10 @@ from typing import Annotated
 import tyro
 from annotated_types import Interval
 
-from ..runtime.command_line import run_script, show, visible, with_help
-from ..runtime.errors import UserError
-from ..runtime.validation import check_values
+from aogpt.runtime.command_line import run_script, show, visible, with_help
+from aogpt.runtime.errors import UserError
+from aogpt.runtime.validation import check_values
+
 from . import session as sessions
 from .fill import view
 from .session import RULES, Session, Settings
@@ -36,10 +35,7 @@ also choose its token, or write your own. **Run** fills in all blanks; again, it
 another text. One visitor is served at a time: *queue: 1* means that another visitor
 comes first."""
 GAPS = "[MASK:3]: three tokens. No space before a mask."
-NO_GRADIO = (
-    "the playground needs gradio: pip install gradio (the extra aogpt[playground]); in "
-    "a clone: make playground"
-)
+NO_GRADIO = "the playground needs gradio: pip install gradio, or make playground"
 OWN = "Or write your own and press Enter (a word begins with a space)"
 
 
@@ -211,10 +207,14 @@ def check_port(port: int) -> None:
 
 def main() -> None:
     """Serve the playground until Ctrl-C."""
-    a = tyro.cli(with_help(Arguments), prog=sys.argv[0], description=__doc__)
+    a = tyro.cli(
+        with_help(Arguments),
+        prog="python -m extras.playground.app",
+        description=__doc__,
+    )
     check_values(a)
     if a.run == BOOKS and not Path(BOOKS).exists():
-        raise UserError("name a model: aogpt playground MODEL")
+        raise UserError("name a model: python -m extras.playground.app MODEL")
     if importlib.util.find_spec("gradio") is None:
         raise UserError(NO_GRADIO)  # before a model is loaded
     if a.port is not None:

@@ -15,11 +15,11 @@ from reference import make_system
 
 import aogpt
 from aogpt.checkpoints import Loaded
-from aogpt.playground import app
-from aogpt.playground import fill as filling
-from aogpt.playground import session as sessions
 from aogpt.sampling import gaps
 from aogpt.scoring import masked_logits, token_log_probs
+from extras.playground import app
+from extras.playground import fill as filling
+from extras.playground import session as sessions
 
 GAPPED = "a[MASK:2]c d[MASK]f[MASK:3]."
 SYSTEMS = ["AO-GPT", "target rotary", "two_stream", "RADD", "SEDD"]
@@ -270,13 +270,11 @@ def test_the_list_has_folders_of_models_and_runs(tmp_path, monkeypatch):
 
 def test_mistakes_are_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
-    with pytest.raises(
-        ValueError, match="pip install gradio .*aogpt.playground.*make playground"
-    ):
+    with pytest.raises(ValueError, match="pip install gradio, or make playground"):
         app.page("x")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(sessions, "load", lambda path: pytest.fail("it was loaded"))
-    monkeypatch.setattr(sys, "argv", ["aogpt playground", "x"])
+    monkeypatch.setattr(sys, "argv", ["app", "x"])
     with pytest.raises(ValueError, match="pip install gradio"):
         app.main()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: "gradio")
@@ -291,7 +289,7 @@ def test_mistakes_are_told(monkeypatch):
             with pytest.raises(ValueError, match=words):
                 app.main()
     assert_user_error(
-        run_script("-m", "aogpt", "playground", "no/such/run", check=False),
+        run_script("-m", "extras.playground.app", "no/such/run", check=False),
         "no/such/run",
     )
 
@@ -310,7 +308,7 @@ def tab():
         port = free.getsockname()[1]
     address = f"http://127.0.0.1:{port}/"
     complaints = []
-    command = [sys.executable, "-m", "aogpt", "playground", "--port", str(port)]
+    command = [sys.executable, "-m", "extras.playground.app", "--port", str(port)]
 
     def answers():
         try:
