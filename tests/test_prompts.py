@@ -34,7 +34,7 @@ from reference import (
 import eval_ppl
 import train
 from aogpt import objectives
-from aogpt.data.loader import TokenDataset, read_tokens, spread
+from aogpt.data.loader import TokenDataset, load_meta, read_tokens, spread
 from aogpt.data.prompts import (
     PADDING,
     PREDICTED,
@@ -81,6 +81,22 @@ def config_of(system, batch=4):
     sizes = TrainConfig(batch_size=batch, micro_batch_size=1)
     objective = ObjectiveConfig("ar" if model.l2r_only else kind)
     return Config(model=model, objective=objective, order=orders, train=sizes, seed=3)
+
+
+def test_lengths_of_records_are_counted_by_split(tmp_path):
+    """Also of a prompt, and where end-of-text is a part of the text."""
+    rows = [{"text": "abc"}, {"text": "[GIVEN]ab[/GIVEN]c"}, {"text": "abcdefg"}]
+    source = write_rows(tmp_path / "a.jsonl", rows)
+    test = write_rows(tmp_path / "b.jsonl", [{"text": "<|endoftext|>ab"}])
+    folder = prepared("records", tmp_path / "o", source, test=(test,), block_size=16)
+    entries = load_meta(folder)["splits"]
+    total = collections.Counter()
+    for split in ("train", "val"):
+        total.update(entries[split]["lengths"])
+    assert total == {"3": 2, "7": 1}
+    assert entries["test"]["lengths"] == {"15": 1}
+    text = prepared("text", tmp_path / "p", source)
+    assert "lengths" not in load_meta(text)["splits"]["train"]
 
 
 words = st.text(

@@ -59,6 +59,8 @@ class Split(TypedDict):
     # UTF-8 bytes of the text, and those its tokens stand for, where they can differ
     text_bytes: NotRequired[NonNegative]
     token_bytes: NotRequired[NonNegative]
+    # Of records that end: how many have each number of tokens before the end.
+    lengths: NotRequired[dict[str, NonNegative]]
 
 
 @schema

@@ -13,6 +13,7 @@ import math
 import os
 import re
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -213,6 +214,8 @@ class SplitFile:
         self.text_bytes = 0
         self.token_bytes = 0
         self.has_roles = False  # whether a token is not predicted
+        # Tokens before the end of a record, and how many records have as many.
+        self.lengths: Counter[int] = Counter()
         self._file = path.open("wb")
         self._roles_path = path.with_suffix(".roles.bin")
         self._roles_file = None
@@ -263,6 +266,8 @@ class SplitFile:
         if self.text_bytes:
             entry["text_bytes"] = self.text_bytes
             entry["token_bytes"] = self.token_bytes
+        if self.lengths:
+            entry["lengths"] = {str(n): self.lengths[n] for n in sorted(self.lengths)}
         if self.has_roles:
             entry["roles"] = {
                 "file": self._roles_path.name,

@@ -41,7 +41,7 @@ from . import packing, tokenizers
 from .catalogue import DATASETS, SPLITS, Dataset, Request
 from .loader import load_meta, read_tokens, token_dtype
 from .packing import RoundTrip, SplitFile
-from .prompts import Examples, encode_example, without_marks
+from .prompts import PADDING, Examples, encode_example, without_marks
 from .sources import LEFT_OUT, Corpus, Reading, source_files
 from .tokenizers import HUB, Tokenizer, get_tokenizer, other_tokenizer
 
@@ -400,6 +400,8 @@ class Writer:
         self.long: list[tuple[int, str]] = []  # records that are: tokens and place
         # The other tokenizers lose nothing: the bytes of a text are among their ids.
         self.round_trip = RoundTrip(tokenizer) if tokenizer.name == HUB else None
+        # Records of one length, which the dataset knows, need no end.
+        self.records_end = args.protocol == "records" and dataset.block_size is None
         self.notes: list[str] = []
 
     def write(self, corpora: dict[str, Corpus]) -> None:
@@ -447,7 +449,7 @@ class Writer:
             yield encode_example(
                 self.tokenizer,
                 self.args.block_size,
-                end=self.dataset.block_size is None,  # examples of one length need none
+                end=self.records_end,
                 example=text,
             )
 
@@ -464,6 +466,9 @@ class Writer:
             )
         file = self.files[split]
         file.write(text, ids, roles)
+        if self.records_end:
+            # From the roles: end-of-text can also stand inside a record.
+            file.lengths[int((roles != PADDING).sum()) - 1] += 1
         if self.round_trip:
             plain = text
             if roles is not None:
