@@ -41,7 +41,6 @@ from aogpt.data.loader import (
     find_dataset,
 )
 from aogpt.data.tokenizers import FILES, get_tokenizer
-from aogpt.objectives import OBJECTIVES
 from aogpt.orders import read_orders
 from aogpt.runtime.command_line import counted, run_script
 from aogpt.runtime.devices import autocast, deterministic, precision_note
@@ -161,7 +160,7 @@ def training_loop(
     None if it could not be written. val_data: None without validation."""
     t = config.train
     progress = state.progress
-    objective = OBJECTIVES[config.objective.kind]
+    objective = config.objective.definition
     micro_batch_size = config.micro_batch_size(procs.world_size)
     micro_steps = t.batch_size // (micro_batch_size * procs.world_size)
     precision = autocast(procs.device, config.dtype_on(procs.device))
@@ -206,7 +205,7 @@ def training_loop(
                     is_last = micro_step == micro_steps - 1
                     exchange_gradients(model, is_last)
                 with precision:
-                    part = objective.loss(model, batch, config.model) / micro_steps
+                    part = objective.loss(model, batch, config.objective) / micro_steps
                 part.backward()
                 loss += part.detach()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .model import ModelConfig, Transformer
+from .model import Transformer
 from .orders import OrderConfig, Roles, orders_at
 from .runtime.errors import UserError
 from .runtime.randomness import (
@@ -63,6 +63,7 @@ class Batch:
     prompt_lengths: Tensor | None = None
     group: int = 1  # decoder, groupwise: steps that are predicted at once
     masks: Masks | None = None  # encoder
+    vocab: int | None = None  # encoder: tokens besides [MASK]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """Return a batch with `function` applied to every tensor."""
@@ -77,6 +78,7 @@ class Batch:
             prompt_lengths=optional(self.prompt_lengths),
             group=self.group,
             masks=None if self.masks is None else self.masks.map(function),
+            vocab=self.vocab,
         )
 
 
@@ -163,13 +165,13 @@ def score_entropy(
 # ---- the losses of OBJECTIVES: of a model and a micro-batch, mean nats per token -----
 
 
-def order_loss(model: nn.Module, batch: Batch, config: ModelConfig) -> Tensor:
+def order_loss(model: nn.Module, batch: Batch, config: "ObjectiveConfig") -> Tensor:
     """Return the mean loss of a decoder along the orders of the batch, a scalar."""
     assert batch.order is not None
     return ao_ar_loss(model, batch.tokens, batch.order, batch.weight)
 
 
-def group_loss(model: nn.Module, batch: Batch, config: ModelConfig) -> Tensor:
+def group_loss(model: nn.Module, batch: Batch, config: "ObjectiveConfig") -> Tensor:
     """Return the mean loss of a decoder in groups of `batch.group` steps, a scalar."""
     assert batch.order is not None
     return groupwise_loss(
@@ -182,18 +184,17 @@ def group_loss(model: nn.Module, batch: Batch, config: ModelConfig) -> Tensor:
     )
 
 
-def mask_loss(model: nn.Module, batch: Batch, config: ModelConfig) -> Tensor:
+def mask_loss(model: nn.Module, batch: Batch, config: "ObjectiveConfig") -> Tensor:
     """Return the mean weighted loss of an encoder at masked positions, a scalar."""
     assert batch.masks is not None
     return masked_nll(model, batch.tokens, batch.masks).mean()
 
 
-def score_loss(model: nn.Module, batch: Batch, config: ModelConfig) -> Tensor:
+def score_loss(model: nn.Module, batch: Batch, config: "ObjectiveConfig") -> Tensor:
     """Return the mean score entropy of an encoder with noise, a scalar."""
     assert batch.masks is not None
-    vocab = config.mask_token  # [MASK] is the first id after the tokens
-    assert vocab is not None
-    losses = score_entropy(model, batch.tokens, batch.masks, vocab)
+    assert batch.vocab is not None
+    losses = score_entropy(model, batch.tokens, batch.masks, batch.vocab)
     return losses.mean(dim=1).mean()
 
 
@@ -281,9 +282,11 @@ def predicted_tokens(position_uniforms: Tensor) -> Tensor:
 
 
 class Objective(NamedTuple):
-    """An objective: its loss and, for encoders, its masks."""
+    """An objective: its loss, which may have settings of its own in `ObjectiveConfig`,
+    and, for encoders, its masks. Whatever a run trains, it is validated by `token_nll`:
+    a decoder along orders, an encoder by its ELBO."""
 
-    loss: Callable[[nn.Module, Batch, ModelConfig], Tensor]
+    loss: Callable[[nn.Module, Batch, "ObjectiveConfig"], Tensor]
     # None: for decoders, along orders
     masks: Callable[[Tensor, Tensor, Tensor | None], Masks] | None = None
     in_groups: bool = False  # predicts groups of steps

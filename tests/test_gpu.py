@@ -105,7 +105,7 @@ def loss_and_gradients(model, config, dtype):
     device = model.wte.weight.device
     with autocast(device, dtype):
         loss = config.objective.definition.loss(
-            model, batch_of(config, device), config.model
+            model, batch_of(config, device), config.objective
         )
     gradients = torch.autograd.grad(
         loss, list(model.parameters()), materialize_grads=True
@@ -168,7 +168,7 @@ def test_a_training_step_waits_for_nothing_and_skips_what_is_not_finite(device):
     for number in range(3):  # the first steps may load kernels and make states
         with no_waiting(device if number == 2 else "cpu"):
             with autocast(torch.device(device), torch.bfloat16):
-                loss = config.objective.definition.loss(model, batch, config.model)
+                loss = config.objective.definition.loss(model, batch, config.objective)
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             update(state, loss, norm)

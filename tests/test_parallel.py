@@ -335,7 +335,9 @@ def test_activation_checkpointing_changes_no_gradient(short, name):
             changed = change(config, train__activation_checkpointing=kind)
             model = parallel.build(changed, ALONE).double()
             torch.manual_seed(3)
-            changed.objective.definition.loss(model, batch, changed.model).backward()
+            changed.objective.definition.loss(
+                model, batch, changed.objective
+            ).backward()
             gradients.append({name: p.grad for name, p in model.named_parameters()})
     finally:
         torch.set_default_dtype(torch.float32)
@@ -361,14 +363,14 @@ def test_what_is_computed_again_can_be_compiled(short, kind, dropout):
     dataset = TokenDataset(config.data.folder, "train", 16)
     batch = next(micro_batches(dataset, config, ALONE, 0))
     model = parallel.build(config, ALONE).eval()
-    expected = config.objective.definition.loss(model, batch, config.model)
+    expected = config.objective.definition.loss(model, batch, config.objective)
     torch._dynamo.reset()
     for block in model.blocks:
         block.compile(backend="aot_eager")
-    loss = config.objective.definition.loss(model, batch, config.model)
+    loss = config.objective.definition.loss(model, batch, config.objective)
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-6)
     model.train()
-    config.objective.definition.loss(model, batch, config.model).backward()
+    config.objective.definition.loss(model, batch, config.objective).backward()
     assert model.wte.weight.grad.abs().sum() > 0
 
 

@@ -294,7 +294,7 @@ def test_the_loss_of_a_decoder_is_the_mean_over_the_predicted_tokens_of_a_batch(
         mean = float(roles.predicted.sum()) / 4
         junk = torch.where(roles.predicted | roles.given, tokens, 1)[row : row + 1]
         batch = make_batch(junk, config, 5, range(row, row + 1), one, mean)
-        losses.append(config.objective.definition.loss(model, batch, config.model))
+        losses.append(config.objective.definition.loss(model, batch, config.objective))
     assert torch.stack(losses).mean().item() == pytest.approx(
         direct(ORDERS) / 15, abs=1e-6
     )
@@ -414,9 +414,9 @@ def test_an_encoder_does_not_see_what_is_absent(system):
     other = tokens.where(roles.predicted | roles.given, (tokens + 1) % TOKENS)
     batch = make_batch(tokens, config, 0, range(4), roles, 3.75)
     of_other = make_batch(other, config, 0, range(4), roles, 3.75)
-    loss = config.objective.definition.loss(model, batch, config.model)
+    loss = config.objective.definition.loss(model, batch, config.objective)
     assert torch.equal(
-        loss, config.objective.definition.loss(model, of_other, config.model)
+        loss, config.objective.definition.loss(model, of_other, config.objective)
     )
     assert loss.isfinite()
     if not model.config.noise:  # by hand, record by record

@@ -783,7 +783,7 @@ def test_training_uses_the_orders_and_groups_of_each_stage_until_the_next(
         )
         batch = make_batch(tokens, config, step, rows)
         assert torch.equal(
-            config.objective.definition.loss(model, batch, config.model), expected
+            config.objective.definition.loss(model, batch, config.objective), expected
         )
 
 
@@ -806,7 +806,7 @@ def test_training_of_an_encoder_minimises_its_objective(system):
         loss = masked_nll(model, tokens, masks)
     batch = make_batch(tokens, config, 9, rows)
     assert torch.equal(
-        config.objective.definition.loss(model, batch, config.model), loss.mean()
+        config.objective.definition.loss(model, batch, config.objective), loss.mean()
     )
 
 

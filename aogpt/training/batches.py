@@ -67,7 +67,8 @@ def make_batch(
     )
     if roles is not None:
         masks.weight = masks.weight * (length / mean_predicted)
-    return Batch(tokens, masks=masks)
+    # [MASK] is the first id after the tokens.
+    return Batch(tokens, masks=masks, vocab=config.model.mask_token)
 
 
 def roles_of(
