@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mkdocs.structure.files import File, Files
 
-PAGE = re.compile(r"([A-Z]+|studies/README|(docs|results)/.*)\.md")
+PAGE = re.compile(r"([A-Z]+|(extras|studies)/README|(docs|results)/.*)\.md")
 LINK = re.compile(r"\]\(([^)#:]+)[^):]*\)")  # to a file of the repository
 
 
