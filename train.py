@@ -27,11 +27,10 @@ import shlex
 import sys
 from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from aogpt.checkpoints import CheckpointError
 from aogpt.data.loader import (
@@ -44,19 +43,23 @@ from aogpt.data.tokenizers import FILES, get_tokenizer
 from aogpt.orders import read_orders
 from aogpt.runtime.command_line import counted, run_script
 from aogpt.runtime.devices import autocast, deterministic, precision_note
+from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import locked_for_all, sha256_file, write_text
 from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.randomness import DROPOUT, philox_bits
 from aogpt.systems import parameter_counts
 from aogpt.training import config as configuration
 from aogpt.training.batches import PendingLosses, micro_batches
-from aogpt.training.config import Config, refuse
+from aogpt.training.config import Config
 from aogpt.training.metrics import Log, in_units, size_notes
 from aogpt.training.optimizers import MAX_GRAD_NORM, learning_rate
 from aogpt.training.parallel import compiled, exchange_gradients, replicate
 from aogpt.training.saving import Saver, StopRequest, newest_and_best
 from aogpt.training.state import State, better_of, check_epochs, start
 from aogpt.training.val_losses import best_by, evaluate
+
+if TYPE_CHECKING:  # half a second to import, which --help and one process do not need
+    from torch.distributed.tensor import DTensor
 
 
 def main() -> int:
@@ -212,7 +215,7 @@ def training_loop(
             if has_peers:
                 loss = procs.mean(loss)
             if is_sharded:
-                norm = cast(DTensor, norm).full_tensor()
+                norm = cast("DTensor", norm).full_tensor()
             # The optimizers' step and the average; adds 1 to progress.step.
             update(state, loss, norm)
 
@@ -303,8 +306,6 @@ def print_summary(
     )
     for note in data.meta.get("notes", []):
         procs.print0(note)
-    for note in configuration.unused_settings(config):
-        procs.print0(note)
     for note in size_notes(config, epochs, procs.device):
         procs.print0(note)
     note = precision_note(t.dtype, procs.device, config.model.n_embd)
@@ -320,27 +321,27 @@ def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
     vocab_size = data.meta["vocab_size"]
     # This refuses processes that cannot share the batch.
     config.micro_batch_size(procs.world_size)
-    refuse(
-        data.of_records and m.l2r_only and config.order.kind != "l2r",
-        f"{folder} has prompts: set order.kind = 'l2r', or another model.target than "
-        "'none'",
-    )
-    for orders in config.all_orders():
-        refuse(
-            not m.is_encoder and orders.has_longer_blocks(data.block_size),
-            f"order.block {orders.block} exceeds the blocks of {folder}, "
-            f"{data.block_size} tokens; lower it",
+    if data.of_records and m.l2r_only and config.order.kind != "l2r":
+        raise UserError(
+            f"{folder} has prompts: set order.kind = 'l2r', or another "
+            "model.target than 'none'"
         )
-    refuse(
-        vocab_size > m.vocab_size,
-        f"the data in {folder} has a vocabulary of {vocab_size}: set model.vocab_size "
-        f"to that or above (it is {m.vocab_size})",
-    )
-    refuse(
-        m.mask_token is not None and m.mask_token < vocab_size,
-        f"model.mask_token is {m.mask_token}, a token of the data in {folder}; set it "
-        f"to {vocab_size}, and model.vocab_size above that",
-    )
+    for orders in config.all_orders():
+        if not m.is_encoder and orders.has_longer_blocks(data.block_size):
+            raise UserError(
+                f"order.block {orders.block} exceeds the blocks of {folder}, "
+                f"{data.block_size} tokens; lower it"
+            )
+    if vocab_size > m.vocab_size:
+        raise UserError(
+            f"the data in {folder} has a vocabulary of {vocab_size}: set "
+            f"model.vocab_size to that or above (it is {m.vocab_size})"
+        )
+    if m.mask_token is not None and m.mask_token < vocab_size:
+        raise UserError(
+            f"model.mask_token is {m.mask_token}, a token of the data in {folder}; set "
+            f"it to {vocab_size}, and model.vocab_size above that"
+        )
 
 
 if __name__ == "__main__":

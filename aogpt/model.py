@@ -56,9 +56,6 @@ class ModelConfig:
     """The shape of the Transformer, by default that of AO-GPT Small with GPT-2's
     vocabulary."""
 
-    # Unknown keys of a config file are refused.
-    __pydantic_config__ = {"extra": "forbid"}
-
     # rows of the token table: the vocabulary, up to a multiple of 64
     vocab_size: int = 50304
     block_size: int = 1024  # longest sequence, in tokens

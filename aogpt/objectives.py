@@ -25,7 +25,7 @@ from .runtime.randomness import (
     philox_bits,
     to_uniform,
 )
-from .runtime.validation import Count, Probability, Table, check_values
+from .runtime.validation import Count, Probability, check_values
 from .scoring import group_starts, masked_log_probs, token_log_probs
 from .systems import NOISE_EPS, log_linear_noise
 
@@ -314,7 +314,7 @@ ObjectiveKind = Literal[*OBJECTIVES]  # type: ignore[valid-type]
 
 
 @dataclass(frozen=True)
-class ObjectiveConfig(Table):
+class ObjectiveConfig:
     """The loss that training minimises."""
 
     # Decoders: ar (left to right), ao_ar (along the orders of [order]), groupwise (A3:

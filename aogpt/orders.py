@@ -20,7 +20,7 @@ from torch import Tensor
 from .model import inverse_permutation
 from .runtime.errors import UserError
 from .runtime.randomness import ORDERS, philox_bits, to_uniform
-from .runtime.validation import Count, Probability, Seed, Table, check_values
+from .runtime.validation import Count, Probability, Seed, check_values
 
 
 class OrderFacts(NamedTuple):
@@ -57,7 +57,7 @@ OrderKind = Literal[*ORDER_KINDS]  # type: ignore[valid-type]
 
 
 @dataclass(frozen=True)
-class OrderConfig(Table):
+class OrderConfig:
     """A distribution over prediction orders."""
 
     # l2r, r2l: left to right, right to left. random: uniform. mixture: with probability
@@ -102,6 +102,11 @@ class OrderConfig(Table):
     def unmixed(self) -> OrderKind:
         """Return the kind of orders, for a mixture the kind that it mixes in."""
         return self.mixed if self.kind == "mixture" else self.kind
+
+    @functools.cached_property
+    def as_mixed(self) -> "OrderConfig":
+        """Return the orders that a mixture mixes in."""
+        return replace(self, kind=self.mixed)
 
     @property
     def is_of_one_kind(self) -> bool:
@@ -184,9 +189,8 @@ def orders_at(
     if config.kind == "mixture":
         order = _sorted_by(keys)
         is_mixed = torch.from_numpy(to_uniform(coins) < config.l2r_prob)
-        mixed = replace(config, kind=config.mixed)
         mixed_orders = orders_at(
-            mixed,
+            config.as_mixed,
             seed,
             step,
             rows,

@@ -18,11 +18,10 @@ same orders, so that differences between run configs are paired.
 import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
+from typing import TypedDict
 
 from aogpt.runtime.errors import UserError
-from aogpt.runtime.validation import damaged, from_values, read_toml, schema
+from aogpt.runtime.validation import damaged, from_values, read_toml
 from aogpt.training import config as configuration
 from aogpt.training.config import Config
 from studies.measures import Measure
@@ -69,7 +68,7 @@ KEYS = {
 }
 # Beside these there are dotted keys of the configuration.
 RUN_CONFIG_TABLE = TypedDict("RunConfigTable", KEYS, total=False)
-TABLES = dict[str, schema(RUN_CONFIG_TABLE)]
+TABLES = dict[str, RUN_CONFIG_TABLE]
 
 
 def read_run_configs(

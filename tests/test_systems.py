@@ -730,7 +730,7 @@ REFUSED = [  # besides those of test_config.py
     ({"schedule": [{"step": -1}]}, "schedule.step is -1; give a number at least 0"),
     (
         {"schedule": [{"step": 1, "kind": "rnd"}]},
-        "schedule.kind is 'rnd'.*did you mean",
+        "schedule.kind is 'rnd'.*must be one of",
     ),
     ({"schedule": [{"step": 1, "l2r_prob": 1.5, "kind": "mixture"}]}, "l2r_prob"),
 ]

@@ -6,11 +6,10 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NotRequired
+from typing import Any, Literal, NotRequired, TypedDict
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from ..data.tokenizers import (
     HUB,
@@ -32,7 +31,6 @@ from ..runtime.validation import (
     expand_home,
     from_values,
     read_json,
-    schema,
 )
 from ..systems import build_model, set_block_size
 from . import pretrained, released, store
@@ -377,7 +375,6 @@ def from_export(
     return make_model(export["model"], contents), origin
 
 
-@schema
 class Export(TypedDict):
     """The contents of an export's config.json."""
 
@@ -393,7 +390,6 @@ class Export(TypedDict):
     files: dict[str, str]  # sha256 by file
 
 
-@schema
 class HubSettings(TypedDict):
     """The contents of a config.json that an earlier version's --hub wrote."""
 

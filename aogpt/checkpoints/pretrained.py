@@ -10,17 +10,16 @@ import math
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import torch
 from annotated_types import Interval
 from torch import Tensor
-from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from ..data.tokenizers import HubTokenizer
 from ..model import ModelConfig
 from ..runtime.errors import UserError
-from ..runtime.validation import Count, from_values, schema
+from ..runtime.validation import Count, from_values
 from ..systems import check_config
 from .tensors import LazyTensors
 
@@ -63,7 +62,6 @@ Positive = Annotated[float, Interval(gt=0, lt=math.inf)]
 Base = Annotated[float, Interval(gt=1, lt=math.inf)]
 
 
-@schema
 class RopeSettings(TypedDict):
     """Rotary positions in a config.json."""
 
@@ -79,7 +77,6 @@ class RopeSettings(TypedDict):
     sliding_attention: NotRequired[Any]
 
 
-@schema
 class Settings(TypedDict):
     """The contents of a config.json of a pretrained decoder that are read here."""
 

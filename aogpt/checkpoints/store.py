@@ -23,19 +23,18 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Any, NotRequired, TypedDict
 
 import safetensors.torch
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from ..runtime.command_line import show, visible
 from ..runtime.errors import UserError, reason_of
 from ..runtime.files import sha256_file, sync, write_text
 from ..runtime.processes import Processes
-from ..runtime.validation import Count, NonNegative, from_values, read_json, schema
+from ..runtime.validation import Count, NonNegative, from_values, read_json
 
 FORMAT = "aogpt-checkpoint-3"
 STATE = "state.json"
@@ -47,16 +46,18 @@ TRIES = 100  # to read a checkpoint of a run that is training and replaces it me
 SPLITS = NotRequired[dict[str, dict[str, Any]]]
 Average = TypedDict("Average", {"updates": NonNegative, "decay": float})  # noqa: UP013
 Best = TypedDict("Best", {"step": NonNegative, "loss": float})  # noqa: UP013
-Data = schema(
-    TypedDict("Data", {"tokenizer": str, "vocab_size": Count, "splits": SPLITS})
-)
+
+
+class Data(TypedDict):
+    tokenizer: str
+    vocab_size: Count
+    splits: SPLITS
 
 
 class CheckpointError(UserError):
     """A checkpoint or file of weights that cannot be written, read or used."""
 
 
-@schema
 class StateFile(TypedDict):
     """The contents of state.json. A new key is NotRequired, or needs another FORMAT."""
 

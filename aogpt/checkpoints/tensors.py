@@ -7,15 +7,14 @@ from collections import UserDict
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from ..runtime.errors import UserError
-from ..runtime.validation import FileName, read_json, schema
+from ..runtime.validation import FileName, read_json
 from .store import CheckpointError
 
 INDEX = "model.safetensors.index.json"  # of weights in several files
@@ -36,7 +35,6 @@ class LazyTensors(UserDict):
         return super().__getitem__(name)()
 
 
-@schema
 class Index(TypedDict):
     """The contents of an index of several files of weights."""
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 import functools
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict
 
 import numpy as np
 from annotated_types import Interval
-from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from ..runtime import randomness
 from ..runtime.errors import UserError
@@ -27,7 +26,6 @@ from ..runtime.validation import (
     NonNegative,
     expand_home,
     read_json,
-    schema,
 )
 from .catalogue import command_for
 from .tokenizers import Tokenizer
@@ -47,7 +45,6 @@ FEW_TOKENS = 100
 ADVICE = "prepare the dataset again"
 
 
-@schema
 class Split(TypedDict):
     """The entry of a split in meta.json."""
 
@@ -63,7 +60,6 @@ class Split(TypedDict):
     lengths: NotRequired[dict[str, NonNegative]]
 
 
-@schema
 class Meta(TypedDict):
     """The contents of meta.json; folders of earlier versions lack some keys."""
 

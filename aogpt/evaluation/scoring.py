@@ -8,22 +8,19 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NotRequired
-
-from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
+from typing import Any, NotRequired, TypedDict
 
 from ..data.tokenizers import FILES, TOKENIZERS, get_tokenizer
 from ..runtime.errors import UserError
 from ..runtime.files import read_lines
 from ..runtime.processes import Processes
-from ..runtime.validation import Amount, from_json, schema
+from ..runtime.validation import Amount, from_json
 from . import text_measures
 from .judges import Judge
 
 ADVICE = 'give an object with "text", as sample.py --jsonl writes, or {"text": TEXT}'
 
 
-@schema
 class Sample(TypedDict):
     """A sample to score, as sample.py --jsonl writes it."""
 

@@ -1,21 +1,32 @@
-"""Types for the values of options, config keys and files, checked by pydantic."""
+"""Plain values, of options, JSON and TOML, as values of the types that a dataclass or a
+TypedDict declares."""
 
 import codecs
 import contextlib
 import dataclasses
-import difflib
 import functools
 import json
 import math
+import operator
 import re
 import reprlib
 import tomllib
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NotRequired,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 from annotated_types import Interval, Predicate
-from typing_extensions import is_typeddict
 
 from .errors import UserError, reason_of
 
@@ -37,19 +48,6 @@ class FileError(UserError):
     """A file that cannot be used. The message says which file, why, and what to do."""
 
 
-class Table:
-    """Base of dataclasses that are tables of a file: undeclared keys are errors."""
-
-    __pydantic_config__ = {"extra": "forbid"}
-
-
-def schema(table: type) -> type:
-    """Let a TypedDict accept undeclared keys, which files of later versions may
-    have."""
-    table.__pydantic_config__ = {"extra": "allow"}
-    return table
-
-
 def flag(name: str) -> str:
     """Return the option of this name: num_samples -> --num-samples."""
     return "--" + name.replace("_", "-")
@@ -65,20 +63,165 @@ def check_values(values: Any, name: Callable[[str], str] = flag) -> None:
 
 def check_value(value: Any, hint: Any, name: str) -> None:
     """Raise UserError if a value is not what a type declares."""
-    try:
-        _validator(hint).validate_python(value, strict=True)
-    except ValueError as error:
-        raise UserError(_problem(error, hint, name)) from None
+    typed(value, hint, name)
+
+
+def typed(value: Any, hint: Any, name: str = "") -> Any:
+    """Return a plain value as a value of a type: tables become dataclasses, lists
+    tuples, integers floats. Undeclared keys are errors in a dataclass; a TypedDict
+    takes them, as files of later versions may have some. Raises UserError. name: the
+    dotted key, for messages."""
+    origin = get_origin(hint)
+    arguments = get_args(hint)
+    if hint is Any:
+        return value
+    if origin is Annotated:
+        inner, *limits = arguments
+        value = typed(value, inner, name)
+        for limit in limits:
+            _check_limit(value, limit, name)
+        return value
+    if origin is NotRequired:
+        return typed(value, arguments[0], name)
+    if origin in (Union, types.UnionType):
+        return _of_union(value, arguments, name)
+    if origin is Literal:
+        if not any(type(value) is type(a) and value == a for a in arguments):
+            choices = ", ".join(map(repr, arguments))
+            raise _wrong(name, value, f"must be one of {choices}")
+        return value
+    if origin in (tuple, list):
+        return _of_list(value, origin, arguments, name)
+    if hint is list or origin is dict or hint is dict:
+        kind = list if hint is list else dict
+        if not isinstance(value, kind):
+            raise _wrong(name, value, f"must be {KINDS[kind]}")
+        if not arguments:
+            return value
+        of_keys, of_values = arguments
+        return {
+            typed(key, of_keys, name): typed(item, of_values, _inside(name, key))
+            for key, item in value.items()
+        }
+    if dataclasses.is_dataclass(hint) or is_typeddict(hint):
+        return _of_table(value, hint, name)
+    if hint is float and type(value) is int:
+        return float(value)
+    # `isinstance` would take true for 1.
+    if not isinstance(value, hint) or (type(value) is bool and hint is not bool):
+        raise _wrong(name, value, f"must be {KINDS.get(hint, hint.__name__)}")
+    return value
+
+
+KINDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    tuple: "a list",
+    list: "a list",
+    dict: "a table of keys",
+    types.NoneType: "null",
+}
+BOUNDS = {
+    "ge": ("at least", operator.ge),
+    "gt": ("above", operator.gt),
+    "le": ("at most", operator.le),
+    "lt": ("below", operator.lt),
+}
+
+
+def _wrong(name: str, value: Any, problem: str) -> UserError:
+    return UserError(f"{name or 'it'} is {reprlib.repr(value)}, but it {problem}")
+
+
+def _inside(name: str, key: Any) -> str:
+    """Return the dotted name of a key in a table."""
+    return f"{name}.{key}" if name else str(key)
+
+
+def _check_limit(value: Any, limit: Any, name: str) -> None:
+    """Raise UserError for a value beyond the bounds that a type is annotated with."""
+    if isinstance(limit, Predicate) and not limit.func(value):
+        raise UserError(f"{name} is {value!r}; give a name without a path")
+    words = []
+    is_within = True
+    for attribute, (word, holds) in BOUNDS.items():
+        bound = getattr(limit, attribute, None)
+        if bound is not None:
+            words.append(f"{word} {bound}")
+            is_within = is_within and holds(value, bound)  # NaN is beyond every bound
+    if not is_within:
+        text = " and ".join(words).replace("below inf", "finite")
+        text = text.replace(f"{LARGEST}", "2**31").replace(f"{2**63}", "2**63")
+        shown = reprlib.repr(value)
+        raise UserError(f"{name or 'it'} is {shown}; give a number {text}")
+
+
+def _of_union(value: Any, options: tuple, name: str) -> Any:
+    """Return a value as one of several types, the first that it is of."""
+    if value is None and types.NoneType in options:
+        return None
+    for option in options:
+        try:
+            return typed(value, option, name)
+        except UserError as problem:
+            if option is not types.NoneType:
+                error = problem
+    raise error
+
+
+def _of_list(value: Any, kind: type, hints: tuple, name: str) -> Any:
+    """Return a list or a tuple as a list or a tuple of these types."""
+    if not isinstance(value, list | tuple):
+        wanted = "a list"
+        if dataclasses.is_dataclass(hints[0]):
+            wanted = f"a list of tables: write [[{name}]]"
+        raise _wrong(name, value, f"must be {wanted}")
+    if kind is tuple and hints[1:] != (...,):
+        if len(value) != len(hints):
+            raise _wrong(name, value, f"must be a list of {len(hints)}")
+        return tuple(
+            typed(item, hint, name) for item, hint in zip(value, hints, strict=True)
+        )
+    return kind(typed(item, hints[0], name) for item in value)
+
+
+def _of_table(value: Any, table: Any, name: str) -> Any:
+    """Return a table as a dataclass, or check that it has the keys of a TypedDict."""
+    is_class = dataclasses.is_dataclass(table)
+    if is_class and isinstance(value, table):
+        return value
+    if not isinstance(value, dict):
+        raise _wrong(name, value, "must be a table of keys")
+    hints = _hints(table)
+    result = dict(value)
+    for key, item in value.items():
+        if key in hints:
+            result[key] = typed(item, hints[key], _inside(name, key))
+        elif is_class:
+            raise UserError(
+                f"unknown key {_inside(name, key)!r}; the keys are {', '.join(hints)}"
+            )
+    if is_class:
+        fields = dataclasses.fields(table)
+        required = [f.name for f in fields if _is_required(f)]
+    else:
+        optional = (key for key in hints if get_origin(hints[key]) is NotRequired)
+        required = sorted(table.__required_keys__ - set(optional))
+    for key in required:
+        if key not in result:
+            raise UserError(f"it lacks {_inside(name, key)}")
+    return table(**result)
+
+
+def _is_required(field: dataclasses.Field) -> bool:
+    """Return whether a field has no default."""
+    missing = dataclasses.MISSING
+    return field.default is missing and field.default_factory is missing
 
 
 _hints = functools.cache(functools.partial(get_type_hints, include_extras=True))
-
-
-@functools.cache
-def _validator(shape: Any):
-    from pydantic import TypeAdapter  # 0.1 s to import, not for --help
-
-    return TypeAdapter(shape)
 
 
 def from_values(
@@ -88,12 +231,14 @@ def from_values(
     advice: str = "",
 ) -> Any:
     """Return plain values as an instance of a type, such as a dataclass. Raises
-    FileError."""
-    # Strict validation of JSON, unlike that of Python values, turns lists into tuples
-    # and tables into dataclasses. Dates become lists, which no type accepts.
-    with damaged(source, advice):
-        text = json.dumps(values, default=lambda value: [str(value)])
-    return from_json(text, shape, source, advice)
+    FileError, which names their source."""
+    try:
+        return typed(values, shape)
+    except UserError as problem:
+        message = f"{source}: {problem}"
+        if advice:
+            message += f"; {advice}"
+        raise FileError(message) from None
 
 
 def from_json(
@@ -105,12 +250,13 @@ def from_json(
     """Return JSON text as an instance of a type, such as a dataclass. Raises
     FileError."""
     try:
-        return _validator(shape).validate_json(text, strict=True)
-    except ValueError as error:
-        problem = _problem(error, shape)
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        message = f"{source}: this is not JSON ({error})"
         if advice:
-            raise FileError(f"{source}: {problem}; {advice}") from None
-        raise FileError(f"{source}: {problem}") from None
+            message += f"; {advice}"
+        raise FileError(message) from None
+    return from_values(values, shape, source, advice)
 
 
 def read_json(path: Path, shape: Any, advice: str) -> Any:
@@ -168,117 +314,3 @@ def damaged(path: Path | str, advice: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise FileError(f"{path} is damaged: {reason_of(error)}; {advice}") from error
-
-
-OTHER_NAMES = {  # keys, and their names in other projects
-    "lr": "learning_rate max_lr",
-    "warmup_steps": "warmup_iters num_warmup_steps",
-    "steps": "max_iters max_steps num_steps",
-    "epochs": "num_epochs max_epochs num_train_epochs",
-    "n_layer": "n_layers num_layers num_hidden_layers",
-    "n_head": "n_heads num_heads num_attention_heads",
-    "n_embd": "hidden_size d_model dim embed_dim",
-    "block_size": "seq_len context_length max_seq_len",
-    "folder": "dataset data_dir",
-}
-KINDS = {
-    "int": "an integer",
-    "float": "a number",
-    "bool": "true or false",
-    "string": "a string",
-    "tuple": "a list",
-    "list": "a list",
-    "dict": "a table of keys",
-    "dataclass": "a table of keys",
-}
-BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-
-
-def _problem(errors: Any, shape: Any, key: str = "") -> str:
-    """Return pydantic's first error in one line: the key, the value and what it may
-    be."""
-    error = errors.errors(include_url=False)[0]
-    key = key or ".".join(part for part in error["loc"] if isinstance(part, str))
-    kind = error["type"]
-    context = error.get("ctx", {})
-    value = error["input"]
-    if kind == "json_invalid":
-        return f"this is not JSON ({context['error']})"
-    if kind == "value_error":  # raised by a dataclass's own checks
-        return str(context["error"])
-    if kind == "missing":
-        return f"it lacks {key}"
-    if kind == "unexpected_keyword_argument":
-        return f"unknown key {key!r}{nearest_key(key, shape)}"
-    message = f"{key or 'it'} is {reprlib.repr(value)}"
-    if kind == "predicate_failed":
-        return f"{message}; give a name without a path"
-    if kind == "literal_error":
-        choices = re.findall("'(.*?)'", context["expected"])
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        guess = f"; did you mean {near[0]!r}?" if near else ""
-        choices = ", ".join(map(repr, choices)) or context["expected"]
-        return f"{message}; it must be one of {choices}{guess}"
-    if context.keys() & BOUNDS:
-        return f"{message}; give a number {_bounds(keys_of(shape).get(key, shape))}"
-    wanted = KINDS.get(kind.split("_")[0])
-    if any(name.startswith(f"{key}.") for name in keys_of(shape)):
-        if wanted == "a list" or isinstance(error["loc"][-1], int):
-            wanted = f"a list of tables: write [[{key}]]"
-    if wanted is None:
-        return f"{message}, but it {error['msg'].removeprefix('Input ')}"
-    return f"{message}, but it must be {wanted}"
-
-
-def _bounds(hint: Any) -> str:
-    """Return the bounds that a type declares, in words."""
-    words = []
-    for item in get_args(hint):
-        for name, word in BOUNDS.items():
-            limit = getattr(item, name, None)
-            if limit is not None:
-                words.append(f"{word} {limit}")
-        if inside := _bounds(item):
-            words.append(inside)
-    text = " and ".join(words).replace("below inf", "finite")
-    return text.replace(f"{LARGEST}", "2**31").replace(f"{2**63}", "2**63")
-
-
-def keys_of(table: Any, prefix: str = "") -> dict[str, Any]:
-    """Return every dotted key of nested tables, and its type."""
-    keys = {}
-    is_class = isinstance(table, type) and dataclasses.is_dataclass(table)
-    if is_class or is_typeddict(table):
-        for field, hint in _hints(table).items():
-            inner = keys_of(hint, f"{prefix}{field}.")
-            if inner:
-                keys.update(inner)
-            else:
-                keys[prefix + field] = hint
-    for argument in get_args(table):  # as of tuple[X, ...] | None
-        keys.update(keys_of(argument, prefix))
-    return keys
-
-
-def nearest_key(key: str, table: Any, shown: Callable[[str], str] = repr) -> str:
-    """Return advice on an unknown key: a similar key, or one of another table."""
-    keys = list(keys_of(table))
-    prefix = "".join(key.rpartition(".")[:2])
-    here = []  # the keys of this table
-    for name in keys:
-        first = name.removeprefix(prefix).split(".")[0]
-        if name.startswith(prefix) and prefix + first not in here:
-            here.append(prefix + first)
-    last = key.removeprefix(prefix)
-    for ours, theirs in OTHER_NAMES.items():
-        if last in theirs.split():
-            last = ours
-            break
-    near = difflib.get_close_matches(key, here, 1, 0.9)
-    if not near:
-        near = [name for name in keys if name.split(".")[-1] == last]
-    if not near:
-        near = difflib.get_close_matches(key, [*here, *keys], 1)
-    if near:
-        return f"; did you mean {shown(near[0])}?"
-    return f"; the keys are {', '.join(here)}"

@@ -7,13 +7,11 @@ shows the comments on fields."""
 import functools
 import itertools
 import math
-import re
 import shlex
 import textwrap
-from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import tomli_w
 import torch
@@ -22,7 +20,7 @@ from annotated_types import Interval
 from ..checkpoints.load import config_of
 from ..model import ModelConfig
 from ..objectives import OBJECTIVES, ObjectiveConfig
-from ..orders import ORDER_KINDS, OrderConfig, OrderKind
+from ..orders import OrderConfig, OrderKind
 from ..runtime import validation
 from ..runtime.devices import pick_dtype
 from ..runtime.errors import UserError
@@ -33,7 +31,6 @@ from ..runtime.validation import (
     NonNegative,
     Probability,
     Seed,
-    Table,
 )
 from ..systems import check_config, system_of
 from .removed_keys import without_removed_keys
@@ -41,7 +38,7 @@ from .warm_start import with_shape_of
 
 
 @dataclass(frozen=True)
-class DataConfig(Table):
+class DataConfig:
     """The data of a run."""
 
     folder: str = "data/openwebtext"  # folder that data/prepare.py wrote
@@ -50,7 +47,7 @@ class DataConfig(Table):
 
 
 @dataclass(frozen=True)
-class OptimConfig(Table):
+class OptimConfig:
     """The optimizer, its learning rates and the averaged weights."""
 
     lr: Amount = 6e-4  # peak learning rate
@@ -69,7 +66,7 @@ class OptimConfig(Table):
 
 
 @dataclass(frozen=True)
-class TrainConfig(Table):
+class TrainConfig:
     """The steps of a run and the ways to run them."""
 
     steps: Count = 500_000  # optimizer steps of the whole run
@@ -101,7 +98,7 @@ class TrainConfig(Table):
 
 
 @dataclass(frozen=True)
-class EvalConfig(Table):
+class EvalConfig:
     """The validation during training."""
 
     interval: NonNegative = 1000  # steps between validations; 0 switches them off
@@ -111,7 +108,7 @@ class EvalConfig(Table):
 
 
 @dataclass(frozen=True)
-class CheckpointConfig(Table):
+class CheckpointConfig:
     """The checkpoints of a run."""
 
     interval: Count = 1000  # steps between checkpoints; the last step is always saved
@@ -119,7 +116,7 @@ class CheckpointConfig(Table):
 
 
 @dataclass(frozen=True)
-class WandbConfig(Table):
+class WandbConfig:
     """The log on Weights & Biases."""
 
     # log to Weights & Biases, in the project that WANDB_PROJECT names, else aogpt
@@ -127,7 +124,7 @@ class WandbConfig(Table):
 
 
 @dataclass(frozen=True)
-class StageConfig(Table):
+class StageConfig:
     """A stage of a schedule of orders (A3's curriculum), which applies from `step`
     on."""
 
@@ -148,7 +145,7 @@ class StageConfig(Table):
 
 
 @dataclass(frozen=True)
-class Config(Table):
+class Config:
     """The configuration of a run: a config file with all its tables."""
 
     name: str = "aogpt"  # the run's name; its folder is OUT/NAME
@@ -176,11 +173,11 @@ class Config(Table):
         the process's share of the batch. Raises UserError if processes cannot have
         equal shares."""
         share, rest = divmod(self.train.batch_size, world_size)
-        refuse(
-            rest > 0,
-            f"train.batch_size ({self.train.batch_size}) must be a multiple of the "
-            f"{world_size} processes",
-        )
+        if rest > 0:
+            raise UserError(
+                f"train.batch_size ({self.train.batch_size}) must be a multiple of the "
+                f"{world_size} processes"
+            )
         size = min(share, self.train.micro_batch_size)
         while share % size > 0:
             size -= 1
@@ -228,108 +225,20 @@ class Config(Table):
             validation.check_values(getattr(self, table), name=f"{table}.{{}}".format)
         check_config(self.model)
         is_path = self.name in ("", ".", "..") or Path(self.name).name != self.name
-        refuse(is_path, f"name is {self.name!r}; give a folder name without a path")
+        if is_path:
+            raise UserError(f"name is {self.name!r}; give a folder name without a path")
         check_optimizers(self.optim, self.train)
         check_objective(self.objective, self.model)
         check_orders(self)
 
 
-def unused_settings(config: Config) -> list[str]:
-    """Return notes on settings that are not at their default, though the model or the
-    kind of orders, objective, optimizer or schedule does not have them."""
-    order = config.order
-    kind = "order.kind"
-    used = {"seed"}  # which studies set for every kind
-    if order.kind == "mixture":
-        kind = "order.mixed"
-        used.update(("l2r_prob", "mixed"))
-    for orders in config.all_orders():
-        used.update(ORDER_KINDS[orders.unmixed].settings)
-        if orders.kind == "mixture":
-            used.add("mixed")
-    unused = {}  # the key of a kind, by the key of a setting
-    for name in ORDER_KINDS["mixture"].settings:
-        if name not in used:
-            unused[f"order.{name}"] = kind
-    if not config.objective.definition.in_groups:
-        unused["objective.group"] = "objective.kind"
-    if config.optim.kind == "adamw":
-        unused["optim.muon_lr"] = "optim.kind"
-    if config.model.is_encoder:
-        unused["order.l2r_prob"] = "model.attention"
-    unused.update(unused_in_model(config.model))
-    values = dotted(config)
-    defaults = dotted(Config())
-    notes = []
-    for key, key_of_kind in unused.items():
-        if values[key] != defaults[key]:
-            notes.append(
-                f"note: {key} = {values[key]!r} has no effect, as {key_of_kind} is "
-                f"{values[key_of_kind]!r}"
-            )
-    for stage in config.schedule:
-        if stage.kind == "mixture" and stage.l2r_prob != order.l2r_prob:
-            notes.append(
-                f"note: from step {stage.step} on the mixture has the share of its "
-                f"stage, l2r_prob = {stage.l2r_prob}, not order.l2r_prob"
-            )
-        if stage.step >= config.train.steps:
-            notes.append(
-                f"note: the stage from step {stage.step} on is never trained, as "
-                f"train.steps is {config.train.steps}"
-            )
-    has_others = any(s.group != config.objective.group for s in config.schedule)
-    if has_others and config.objective.definition.in_groups:
-        groups = [f"{stage.group} from step {stage.step}" for stage in config.schedule]
-        notes.append(
-            f"note: steps in a group by the schedule: {', '.join(groups)} (1 where a "
-            "stage does not say)"
-        )
-    if config.schedule and config.schedule[0].step == 0:
-        # A file may repeat the last stage in [order] and [objective].
-        last = config.schedule[-1]
-        for key, value in (("order.kind", last.kind), ("objective.group", last.group)):
-            if values[key] not in (defaults[key], value):
-                notes.append(
-                    f"note: {key} = {values[key]!r} has no effect, as the [[schedule]] "
-                    "begins at step 0"
-                )
-    return notes
-
-
-def unused_in_model(m: ModelConfig) -> dict[str, str]:
-    """Return the keys that a model of this kind does not have, each with the key that
-    says so."""
-    unused = {}
-    if not m.rotates:
-        for name in ("query_at", "rope_base", "rope_scaling"):
-            unused[f"model.{name}"] = "model.position"
-    if not m.has_adaln:
-        unused["model.cond_dim"] = "model.target"
-    if not system_of(m).query_stream:
-        unused["model.group_attention"] = "model.target"
-    if m.mlp != "gelu":
-        unused["model.gelu"] = "model.mlp"
-    if m.norm != "layernorm":
-        unused["model.norm_bias"] = "model.norm"
-    if m.is_encoder:
-        unused["model.start"] = "model.attention"
-    return unused
-
-
-def refuse(wrong: object, message: str) -> None:
-    """Raise UserError with this message if something is wrong."""
-    if wrong:
-        raise UserError(message)
-
-
 def check_optimizers(o: OptimConfig, t: TrainConfig) -> None:
     """Raise UserError for settings of the optimizers that do not go together."""
-    refuse(
-        o.warmup_steps > t.steps,
-        f"optim.warmup_steps ({o.warmup_steps}) exceeds train.steps ({t.steps}); lower "
-        f"it: --optim.warmup-steps {t.steps // 10}",
-    )
+    if o.warmup_steps > t.steps:
+        raise UserError(
+            f"optim.warmup_steps ({o.warmup_steps}) exceeds train.steps ({t.steps}); "
+            f"lower it: --optim.warmup-steps {t.steps // 10}"
+        )
 
 
 def check_objective(objective: ObjectiveConfig, m: ModelConfig) -> None:
@@ -340,21 +249,21 @@ def check_objective(objective: ObjectiveConfig, m: ModelConfig) -> None:
         for name, definition in OBJECTIVES.items()
         if definition.for_encoders == m.is_encoder
     ]
-    refuse(
-        kind not in fitting,
-        f"objective.kind = {kind!r} does not fit model.attention = {m.attention!r}; "
-        f"give one of {fitting}",
-    )
-    refuse(
-        objective.definition.of_scores != m.noise,
-        "objective.kind = 'score_entropy' and model.noise = true belong together",
-    )
+    if kind not in fitting:
+        raise UserError(
+            f"objective.kind = {kind!r} does not fit model.attention = "
+            f"{m.attention!r}; give one of {fitting}"
+        )
+    if objective.definition.of_scores != m.noise:
+        raise UserError(
+            "objective.kind = 'score_entropy' and model.noise = true belong together"
+        )
     has_groups = system_of(m).query_stream and m.group_attention
-    refuse(
-        objective.definition.in_groups and not has_groups,
-        f"objective.kind = {kind!r} needs model.target = 'two_stream' and "
-        "model.group_attention = true",
-    )
+    if objective.definition.in_groups and not has_groups:
+        raise UserError(
+            f"objective.kind = {kind!r} needs model.target = 'two_stream' and "
+            "model.group_attention = true"
+        )
 
 
 def check_orders(config: Config) -> None:
@@ -362,37 +271,37 @@ def check_orders(config: Config) -> None:
     m = config.model
     objective = config.objective.kind
     steps = [stage.step for stage in config.schedule]
-    refuse(
-        any(after <= before for before, after in itertools.pairwise(steps)),
-        "schedule: steps must rise from one [[schedule]] table to the next",
-    )
-    if m.is_encoder:
-        refuse(
-            bool(config.schedule) or not config.order.is_any_order,
-            "an encoder has no order: set order.kind to 'random', no [[schedule]]",
+    if any(after <= before for before, after in itertools.pairwise(steps)):
+        raise UserError(
+            "schedule: steps must rise from one [[schedule]] table to the next"
         )
+    if m.is_encoder:
+        if bool(config.schedule) or not config.order.is_any_order:
+            raise UserError(
+                "an encoder has no order: set order.kind to 'random', no [[schedule]]"
+            )
         return
     for group in (config.objective.group, *(s.group for s in config.schedule)):
-        refuse(
-            config.objective.definition.in_groups and group > m.block_size,
-            f"a group of {group} steps exceeds model.block_size = {m.block_size}",
-        )
+        if config.objective.definition.in_groups and group > m.block_size:
+            raise UserError(
+                f"a group of {group} steps exceeds model.block_size = {m.block_size}"
+            )
     for orders in config.all_orders():  # this checks the settings of the stages
-        refuse(
-            orders.has_longer_blocks(m.block_size),
-            f"order.block {orders.block} exceeds model.block_size {m.block_size}; "
-            "lower it",
-        )
-        refuse(
-            m.l2r_only and not orders.is_l2r,
-            f"order.kind = {orders.kind!r} needs target positions: set model.target to "
-            "'adaln', or order.kind to 'l2r'",
-        )
-        refuse(
-            objective == "ar" and orders.kind != "l2r",
-            f"objective.kind = 'ar' needs order.kind = 'l2r', but it is "
-            f"{orders.kind!r}",
-        )
+        if orders.has_longer_blocks(m.block_size):
+            raise UserError(
+                f"order.block {orders.block} exceeds model.block_size {m.block_size}; "
+                "lower it"
+            )
+        if m.l2r_only and not orders.is_l2r:
+            raise UserError(
+                f"order.kind = {orders.kind!r} needs target positions: set "
+                "model.target to 'adaln', or order.kind to 'l2r'"
+            )
+        if objective == "ar" and orders.kind != "l2r":
+            raise UserError(
+                f"objective.kind = 'ar' needs order.kind = 'l2r', but it is "
+                f"{orders.kind!r}"
+            )
 
 
 def load_toml(path: str | Path) -> Config:
@@ -428,10 +337,10 @@ def from_command_line(arguments: list[str], description: str) -> Config:
     if arguments and not arguments[0].startswith("-"):
         path = arguments[0]
         words = arguments[1:]
-        refuse(
-            not Path(path).exists(),
-            f"there is no config file {path}; such as configs/quickstart.toml",
-        )
+        if not Path(path).exists():
+            raise UserError(
+                f"there is no config file {path}; such as configs/quickstart.toml"
+            )
         default = load_toml(path)
     elif "--help" in arguments or "-h" in arguments:
         path = "CONFIG.toml"
@@ -441,11 +350,9 @@ def from_command_line(arguments: list[str], description: str) -> Config:
         raise UserError(
             "give a config file first, e.g. python train.py configs/quickstart.toml"
         )
-    words, given = check_options(words)
-    refuse(
-        {"train.steps", "train.epochs"} <= given,
-        "give one of --train.steps and --train.epochs, not both",
-    )
+    given = given_in(words)
+    if {"train.steps", "train.epochs"} <= given:
+        raise UserError("give one of --train.steps and --train.epochs, not both")
     if "train.steps" in given:
         words.append("--train.epochs=0")
     # A function with these defaults: tyro would show a mistake in a class in a box.
@@ -476,40 +383,15 @@ def with_source(config: Config, given: set[str]) -> Config:
     return replace(config, model=with_shape_of(source, config.model, given_keys))
 
 
-def check_options(words: list[str]) -> tuple[list[str], set[str]]:
-    """Return the words of a command line, in which 1e3 is written out for integer keys,
-    and the keys that they set. Raises UserError for a key that does not exist."""
-    keys = validation.keys_of(Config)
+def given_in(words: list[str]) -> set[str]:
+    """Return the dotted keys that the options of a command line set."""
     given = set()
-    result = []
-    is_whole = False  # whether the last key is an integer
     for word in words:
-        option = ""
-        equals = ""
-        value = word
         if word.startswith("--"):
-            option, equals, value = word.partition("=")
-        if option not in ("", "--help"):
-            key = key_of(option, keys)
-            if key not in keys:
-                near = validation.nearest_key(key, Config, validation.flag)
-                raise UserError(f"unknown option {option}{near}")
-            is_whole = int in (keys[key], *get_args(keys[key]))
+            key = word[2:].partition("=")[0].replace("-", "_")
             given.add(key)
-        if is_whole and re.fullmatch(r"[\d.]+[eE]\+?\d+", value):
-            value = f"{validation.number(value)}"
-        result.append(option + equals + value)
-    return result, given
-
-
-def key_of(option: str, keys: Collection[str]) -> str:
-    """Return the dotted key that an option sets: --train.no-compile sets train.compile,
-    --schedule.0.step a step of schedule."""
-    key = option.removeprefix("--").replace("-", "_")
-    key = re.sub(r"\.\d+(?=\.)", "", key)
-    if key not in keys:
-        key = re.sub(r"\bno_(?!.*\.)", "", key)
-    return key
+            given.add(key.replace(".no_", "."))  # --train.no-compile
+    return given
 
 
 def to_toml(config: Config) -> str:

@@ -4,12 +4,16 @@ Keller Jordan et al., 2024, kellerjordan.github.io/posts/muon. Unlike torch.opti
 it treats queries, keys and values as three matrices, skips steps on the device, and
 divides the work among processes."""
 
+from typing import TYPE_CHECKING, TypeGuard
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ..model import Matrices
+
+if TYPE_CHECKING:  # half a second to import
+    from torch.distributed.tensor import DTensor
 
 # of Newton-Schulz
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -95,16 +99,23 @@ class Muon(torch.optim.Optimizer):
             share = share * finite.to(gradient.dtype)
         average.lerp_(gradient, share)
         update = gradient.lerp(average, momentum)
-        if not isinstance(p, DTensor):
+        if not is_sharded(p):
             return update
+        from torch.distributed.tensor import DTensor
+
         return DTensor.from_local(
             update, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
         )
 
 
+def is_sharded(tensor: Tensor) -> TypeGuard["DTensor"]:
+    """Return whether a tensor is a DTensor, without importing that class."""
+    return hasattr(tensor, "to_local")
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return this process's shard of a tensor, without copying it."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def orthogonalise(matrices: list[Tensor], sizes: list[list[int]]) -> list[Tensor]:
@@ -182,7 +193,7 @@ def orthogonal_updates(updates: list[Tensor], sizes: list[list[int]]) -> list[Te
     owners = assign(costs, world_size)
     own: dict[int, Tensor] = {}
     for i, update in enumerate(updates):
-        whole = update.full_tensor() if isinstance(update, DTensor) else update
+        whole = update.full_tensor() if is_sharded(update) else update
         if owners[i] == rank:
             own[i] = whole
     own_sizes = [sizes[i] for i in own]
@@ -195,7 +206,7 @@ def orthogonal_updates(updates: list[Tensor], sizes: list[list[int]]) -> list[Te
         else:
             result = local(update).new_empty(update.shape)
         dist.broadcast(result, src=owners[i])
-        if isinstance(update, DTensor):  # FSDP2 divides rows as torch.chunk does
+        if is_sharded(update):  # FSDP2 divides rows as torch.chunk does
             chunks = result.chunk(world_size)
             result = chunks[rank] if rank < len(chunks) else result[:0]
         results.append(result)

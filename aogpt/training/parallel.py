@@ -5,11 +5,10 @@ import contextlib
 import hashlib
 import warnings
 from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 
@@ -19,6 +18,9 @@ from ..runtime.errors import UserError
 from ..runtime.processes import Processes
 from ..systems import build_model, init_weight
 from .config import Config
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 # What selective activation checkpointing saves: matrix products, and attention, which
 # has an operation of its own on every device.
@@ -89,6 +91,10 @@ def build(
 def sharding(config: Config, procs: Processes) -> Callable[[nn.Module], None]:
     """Return a function that shards the weights of a module. Blocks are gathered in the
     precision of matrix products, everything else and all gradients in float32."""
+    # These take half a second to import, which --help and one process do not need.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     # FSDP2 warns of in-place writes to views of outputs; the model has none.
     warnings.filterwarnings("ignore", message="(?s).*returned a view tensor")
     mesh = init_device_mesh(procs.device.type, (procs.world_size,))
@@ -104,6 +110,11 @@ def sharding(config: Config, procs: Processes) -> Callable[[nn.Module], None]:
         fully_shard(module, mesh=mesh, mp_policy=policy)
 
     return shard
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether `fully_shard`, which adds methods, has sharded a model."""
+    return hasattr(model, "reshard")
 
 
 class RecomputedBlock(nn.Module):
@@ -175,7 +186,7 @@ def compiled(model: Transformer, procs: Processes):
         raise UserError(
             "train.compile needs a C++ compiler on a CPU: pass --train.no-compile"
         )
-    if isinstance(model, FSDPModule):
+    if is_sharded(model):
         # FSDP gathers the weights of a block right before it, outside of compiled code.
         for block in model.blocks:
             block.compile(dynamic=False)
@@ -191,7 +202,7 @@ def compiled(model: Transformer, procs: Processes):
 def replicate(model: Transformer, procs: Processes) -> nn.Module:
     """Return the module that a training step calls: the model, in DDP if processes hold
     replicas of it."""
-    if procs.world_size == 1 or isinstance(model, FSDPModule):
+    if procs.world_size == 1 or is_sharded(model):
         return model
     with warnings.catch_warnings():  # newer PyTorch renames broadcast_buffers
         warnings.simplefilter("ignore", FutureWarning)
@@ -203,8 +214,8 @@ def replicate(model: Transformer, procs: Processes) -> nn.Module:
 def exchange_gradients(model: nn.Module, exchange: bool) -> None:
     """Set whether processes exchange the gradients of the next micro-batch, with all
     accumulated ones, or go on accumulating."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(exchange)
+    if is_sharded(model):
+        cast("FSDPModule", model).set_requires_gradient_sync(exchange)
     elif isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = exchange  # what its no_sync() sets
 
@@ -212,5 +223,5 @@ def exchange_gradients(model: nn.Module, exchange: bool) -> None:
 def reshard(model: nn.Module) -> None:
     """Free, under fsdp, the weights that a pass without a backward has gathered: they
     may change."""
-    if isinstance(model, FSDPModule):
-        model.reshard()
+    if is_sharded(model):
+        cast("FSDPModule", model).reshard()

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch.distributed.checkpoint import CheckpointException
 
 from ..checkpoints import CheckpointError, store
 from ..data.loader import TokenDataset
@@ -185,6 +184,8 @@ class Saver:
         self.writing = None
         error = writing.error
         if writing.future is not None:
+            from torch.distributed.checkpoint import CheckpointException
+
             try:
                 writing.future.result()
             except CheckpointException as failure:  # the same on every process
