@@ -36,6 +36,19 @@ from ..systems import check_config, system_of
 from .removed_keys import without_removed_keys
 from .warm_start import with_shape_of
 
+# Keys of [model] that train.init_from takes from a pretrained decoder; no option sets
+# them.
+FROM_SOURCE = (
+    "mlp_bias",
+    "n_kv_head",
+    "head_width",
+    "mlp",
+    "attn_proj_bias",
+    "norm_eps",
+    "rope_base",
+    "rope_scaling",
+)
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -334,6 +347,9 @@ def from_command_line(arguments: list[str], description: str) -> Config:
     a value of another type ends in tyro's message."""
     import tyro
 
+    for name in FROM_SOURCE:
+        hint = ModelConfig.__annotations__[name]
+        ModelConfig.__annotations__[name] = Annotated[hint, tyro.conf.Suppress]
     if arguments and not arguments[0].startswith("-"):
         path = arguments[0]
         words = arguments[1:]
