@@ -67,10 +67,6 @@ class Arguments(RunOptions, OutputOptions):
     of a prepared data set with prompts (its test split, if it has one)."""
     rows: tuple[Count, ...] = ()
     """Use only these of the --prompts, by number from 1."""
-    truncate: Literal["no", "left"] = "no"
-    """What to do with prompts that are too long. no: skip them. left: drop their first
-    tokens, so that there is room for --new-tokens, or else for half of the length (not
-    with masks)."""
     until_end: bool = False
     """Cut each sample before the end-of-text that follows all given text; for models
     that were trained on prompts. The default --mode is then l2r, as other modes fill in
@@ -427,8 +423,8 @@ def encode_all(
         show(note, file=sys.stderr)
     if too_long and session.procs.main:
         show(
-            f"skipped {len(too_long)} of {len(requests)} prompts, which are too long "
-            f"(--truncate left cuts prompts); the first is {too_long[0]}",
+            f"skipped {len(too_long)} of {len(requests)} prompts, which are too long; "
+            f"the first is {too_long[0]}",
             file=sys.stderr,
         )
     return encoded
@@ -479,10 +475,6 @@ def prompt_context(a: Arguments, session: Session, request: Request) -> Context:
     else:
         total = a.length or block_size
         option = "--length"
-    if a.truncate == "left" and (len(prompt) >= total or total > block_size):
-        total = min(total, block_size)
-        room = min(a.new_tokens or (total + 1) // 2, total)
-        prompt = prompt[max(0, len(prompt) + room - total) :]
     if total > block_size and not prompt:
         raise gaps.TooLong(
             f"{option} is {total}, but the model takes at most the block size, "
