@@ -50,12 +50,19 @@ from aogpt.runtime.randomness import DROPOUT, philox_bits
 from aogpt.systems import parameter_counts
 from aogpt.training import config as configuration
 from aogpt.training.batches import PendingLosses, micro_batches
+from aogpt.training.checkpoint import (
+    Saver,
+    State,
+    better_of,
+    check_epochs,
+    newest_and_best,
+    start,
+)
 from aogpt.training.config import Config
 from aogpt.training.metrics import Log, in_units, size_notes
 from aogpt.training.optimizers import MAX_GRAD_NORM, learning_rate
 from aogpt.training.parallel import compiled, exchange_gradients, replicate
-from aogpt.training.saving import Saver, StopRequest, newest_and_best
-from aogpt.training.state import State, better_of, check_epochs, start
+from aogpt.training.stop import StopRequest
 from aogpt.training.val_losses import best_by, evaluate
 
 if TYPE_CHECKING:  # half a second to import, which --help and one process do not need
@@ -181,7 +188,7 @@ def training_loop(
     if t.compile:
         graphs = compiled(state.model, procs)
 
-    with closing(log), closing(saver), graphs, closing(batches):
+    with closing(log), graphs, closing(batches):
         model = replicate(state.model, procs)
         if val_data is not None and t.init_from and progress.step == 0:
             # The losses of the source's weights, before the first step changes them.
@@ -227,23 +234,20 @@ def training_loop(
             validates = val_data is not None and (
                 progress.step % config.eval.interval == 0 or progress.step == t.steps
             )
-            checkpoint_due = saver.note_due(progress, stop)
-            if validates or checkpoint_due:
+            ends = progress.step == t.steps or stop.requested
+            if saver.note_due(progress.step, ends) or validates:
                 # So that the checkpoint has the counts of all steps.
                 log.count_and_log(losses.arrived(wait=True))
-                # The checkpoint before may become progress.best.
-                saver.finish_writing()
                 # What progress.best is to be once this step is saved.
                 best = progress.best
                 if val_data is not None and validates:
                     best = validate(config, procs, state, val_data, log)
-                if saver.should_save(progress, stop, best):
+                if saver.should_save(progress, best, ends):
                     saver.save(state, best)
                     log.restart_clock()
-        saved = saver.finish_writing()
     if stop.error is not None:
         raise stop.error
-    return saved
+    return saver.written
 
 
 def validate(

@@ -31,10 +31,11 @@ import train
 from aogpt.checkpoints import store
 from aogpt.data.loader import TokenDataset
 from aogpt.runtime.processes import processes
+from aogpt.training import checkpoint as states
 from aogpt.training import config as configuration
 from aogpt.training import muon
-from aogpt.training import state as states
-from aogpt.training.saving import StopRequest
+from aogpt.training.checkpoint import Saver
+from aogpt.training.stop import StopRequest
 
 
 def full(tensor):
@@ -203,7 +204,7 @@ def killed(config, procs):
 def faulty(config, procs):
     """Checkpoints fail: at step 4 a full disk, at 6 no renaming, at 8 no making of
     folders."""
-    start = store.start_writing_shards
+    save = Saver.save
     rename = os.rename
     mkdir = Path.mkdir
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -211,24 +212,21 @@ def faulty(config, procs):
     def refuse(*arguments, **keywords):
         raise PermissionError(errno.EPERM, "not today")
 
-    def faulty_start(temporary, *arguments):
-        step = int(temporary.name.split("_")[1].removesuffix(".tmp"))
+    def faulty_save(self, state, best):
+        step = state.progress.step
         if step == 4 and not procs.main:
             # Python ignores the signal
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
         os.rename = refuse if step == 6 else rename
         Path.mkdir = refuse if step == 8 else mkdir
         try:
-            future = start(temporary, *arguments)
-            if step < 10:
-                future.exception()  # so that nothing else meets what is refused
-            return future
+            save(self, state, best)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
             os.rename = rename
             Path.mkdir = mkdir
 
-    with mock.patch.object(store, "start_writing_shards", faulty_start):
+    with mock.patch.object(Saver, "save", faulty_save):
         train.train(config, procs)
 
 

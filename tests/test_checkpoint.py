@@ -26,9 +26,9 @@ from aogpt.data.tokenizers import get_tokenizer
 from aogpt.model import ModelConfig
 from aogpt.runtime.files import write_atomically
 from aogpt.systems import build_model
+from aogpt.training.checkpoint import Progress, State, named_tensors, plain_values
 from aogpt.training.config import Config
 from aogpt.training.optimizers import EMA
-from aogpt.training.state import Progress, State, named_tensors, plain_values
 from convert import convert
 
 TINY = ModelConfig(
@@ -128,8 +128,8 @@ def test_checkpoints_are_ordered_by_step_and_other_files_are_left_alone(tmp_path
         "notes",
         "step_00000009x",
     ]
-    assert store.read_newest(tmp_path) is None
-    assert store.read_newest(tmp_path / "not there") is None
+    assert store.read_newest(tmp_path, store.read_values) is None
+    assert store.read_newest(tmp_path / "not there", store.read_values) is None
     for name in ["step_100000000", "step_00000020", "step_00000003", *other_names]:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_00000004").touch()
@@ -214,7 +214,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     newest = save(tmp_path, 2)
     damage, words = DAMAGES[damage_name]
     damage(newest)
-    path, values = store.read_newest(tmp_path)
+    path, values = store.read_newest(tmp_path, store.read_values)
     assert path == older
     assert values["step"] == 1
     (warning,) = capsys.readouterr().err.splitlines()

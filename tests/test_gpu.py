@@ -34,9 +34,9 @@ from aogpt.sampling.token_choice import choose_tokens
 from aogpt.scoring import token_log_probs
 from aogpt.systems import build_model
 from aogpt.training.batches import make_batch
+from aogpt.training.checkpoint import Progress, State
 from aogpt.training.config import load_toml
 from aogpt.training.optimizers import EMA, make_optimizers
-from aogpt.training.state import Progress, State
 from train import update
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

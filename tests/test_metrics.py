@@ -30,8 +30,8 @@ from aogpt.runtime.randomness import SCORED_ORDERS
 from aogpt.scoring import masked_log_probs, token_log_probs
 from aogpt.systems import build_model
 from aogpt.training import metrics, val_losses
+from aogpt.training.checkpoint import Progress
 from aogpt.training.config import ObjectiveConfig, StageConfig, load_toml
-from aogpt.training.state import Progress
 from aogpt.training.val_losses import read_metrics
 
 RANDOM = OrderConfig("random")

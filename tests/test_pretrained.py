@@ -36,7 +36,7 @@ from aogpt.runtime.errors import UserError
 from aogpt.sampling import TokenChoice, generate, l2r_plan
 from aogpt.systems import build_model
 from aogpt.training import config as configuration
-from aogpt.training import state as training_state
+from aogpt.training import initial_weights
 from aogpt.training.warm_start import warm_start
 from convert import convert
 
@@ -687,7 +687,7 @@ def test_an_encoder_starts_from_a_pretrained_decoder(
     else:  # whose tokenizer, with 50,257 ids, would be most of the model
         folder = tmp_path / "gpt2"
         write_gpt2(folder)
-        monkeypatch.setattr(training_state, "check_same_tokenizer", lambda *_: None)
+        monkeypatch.setattr(initial_weights, "check_same_tokenizer", lambda *_: None)
     source = load(folder).model
     V = source.config.vocab_size
     words = ["--train.init-from", folder, "--data.folder", data, "--name", "encoder"]

@@ -115,7 +115,7 @@ def test_every_stream_has_one_use_and_the_seed_no_other_generator():
     # their names; the last takes no numbers.
     assert generators == [
         "aogpt/training/parallel.py",
-        "aogpt/training/state.py",
+        "aogpt/training/checkpoint.py",
         "train.py",
     ]
 

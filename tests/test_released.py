@@ -29,9 +29,9 @@ from aogpt.model import ModelConfig
 from aogpt.runtime.errors import UserError
 from aogpt.scoring import masked_log_probs, token_log_probs
 from aogpt.systems import build_model
+from aogpt.training.checkpoint import Progress, State, named_tensors, plain_values
 from aogpt.training.config import Config
 from aogpt.training.optimizers import EMA
-from aogpt.training.state import Progress, State, named_tensors, plain_values
 from convert import convert
 
 VOCAB = 37

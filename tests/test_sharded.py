@@ -1,10 +1,7 @@
-"""Checkpoints that several processes write together in the background: whole or not
-there."""
+"""Checkpoints that several processes write together: whole or not there."""
 
-import math
 import os
 import shutil
-import threading
 
 import parallel_jobs
 import pytest
@@ -20,15 +17,13 @@ from helpers import (
     write_config,
 )
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 import sample
 import train
 from aogpt.checkpoints import CheckpointError, load, store
 from aogpt.runtime.processes import processes
-from aogpt.training import saving
-from aogpt.training import state as states
-from aogpt.training.saving import Saver
+from aogpt.training import checkpoint as states
+from aogpt.training.checkpoint import Saver
 from convert import convert
 
 META = {"tokenizer": "bytes", "vocab_size": 257}
@@ -89,40 +84,23 @@ def names(path):
     return sorted(file.name for file in path.iterdir())
 
 
-def test_a_checkpoint_holds_the_state_at_its_step_whatever_happens_while_it_is_written(
-    state, procs, monkeypatch
-):
+def test_a_checkpoint_holds_the_state_at_its_step(state, procs):
     state, config = state
-    gate = threading.Event()
-    warnings = []
-    plain = HuggingFaceStorageWriter.write_data
-    monkeypatch.setattr(
-        HuggingFaceStorageWriter, "write_data", lambda *a: gate.wait(60) and plain(*a)
-    )
-    saver = Saver(config, procs, META, warnings.append)
+    saver = Saver(config, procs, META, pytest.fail)
     for p in state.model.parameters():
         state.optimizers[0].state[p] = {
             "step": torch.tensor(3.0),
             "exp_avg": p.detach() / 2,
             "exp_avg_sq": p.detach() / 4,
         }
-    before = parallel_jobs.full_state(state)
     state.progress.step = 3
     saver.save(state, None)
     path = store.path_of(config.run_folder, 3)
-    for tensor in states.named_tensors(state).values():
-        tensor.detach().fill_(7)
-    assert not path.exists(), "it must not pass for a checkpoint yet"
-    gate.set()
-    assert saver.finish_writing() == path
+    assert saver.written == path
     assert names(path.parent) == [path.name]
-    assert not warnings
     contents = read_checkpoint(path)
-    assert_same(
-        contents["tensors"], {name: before[name] for name in contents["tensors"]}
-    )
     assert contents["step"] == 3
-    assert contents["tensors"].keys() == before.keys()
+    assert_same(contents["tensors"], parallel_jobs.full_state(state))
 
 
 def test_checkpoints_that_fail_on_any_process_are_named_and_cost_nothing_but_themselves(
@@ -162,23 +140,19 @@ def test_the_best_that_is_lost_is_not_the_best(state, procs, monkeypatch):
     monkeypatch.setattr(os, "rename", fail)
     state.progress.step = 4
     saver.save(state, {"step": 4, "loss": 1.0})
-    assert saver.finish_writing() is None
+    assert saver.written is None
     assert state.progress.best is None
     assert len(warnings) == 1
     assert "no room; there is no earlier checkpoint" in warnings[0]
     assert not names(config.run_folder / "checkpoints"), "its remains take room"
-    assert saver.finish_writing() is None and len(warnings) == 1, (
-        "a failure is told once"
-    )
 
 
-def test_a_bug_in_the_background_is_not_told_as_a_full_disk(state, procs, monkeypatch):
+def test_a_bug_in_writing_is_not_told_as_a_full_disk(state, procs, monkeypatch):
     state, config = state
     saver = Saver(config, procs, META, pytest.fail)
     monkeypatch.setattr(store, "digest", lambda contents: {}["a bug"])
-    saver.save(state, None)
     with pytest.raises(KeyError, match="a bug"):
-        saver.finish_writing()
+        saver.save(state, None)
 
 
 def test_killed_while_a_checkpoint_is_written_a_run_resumes_from_the_one_before(
@@ -204,35 +178,6 @@ def test_killed_while_a_checkpoint_is_written_a_run_resumes_from_the_one_before(
     assert set(names(config.run_folder)) - set(names(whole.run_folder)) <= {"killed.pt"}
 
 
-def test_an_error_in_training_waits_for_the_checkpoint_that_is_being_written(
-    base, procs, monkeypatch
-):
-    monkeypatch.setattr(saving, "MAX_SKIPPED_STEPS", 1)
-    config = change(base, name="error")
-    write = HuggingFaceStorageWriter.write_data
-    clip = torch.nn.utils.clip_grad_norm_
-    steps = []
-    failed = threading.Event()
-
-    def slow(*arguments):
-        assert failed.wait(60)
-        return write(*arguments)
-
-    def spoilt(*arguments):
-        norm = clip(*arguments)
-        steps.append(norm)
-        if len(steps) < 3:
-            return norm
-        failed.set()
-        return norm * math.nan
-
-    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", slow)
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spoilt)
-    with pytest.raises(ValueError, match="1 steps in a row is not finite at step 3"):
-        train.train(config, procs)
-    assert names(config.run_folder / "checkpoints") == ["step_00000002"]
-
-
 DAMAGES = {  # of a checkpoint, given its parts and those of the one before
     "lose the first": lambda parts, older_parts: parts[0].unlink(),
     "cut the second": lambda parts, older_parts: os.truncate(
@@ -251,8 +196,11 @@ def test_a_damaged_part_is_noticed_and_the_checkpoint_before_used(
 ):
     config, older, last = copy
     DAMAGES[damage](store.parts(last), store.parts(older))
-    for who in (None, procs):
-        assert store.read_newest(config.run_folder, procs=who)[0] == older
+    for read in (
+        lambda: store.read_newest(config.run_folder, store.read_values),
+        lambda: states.read_newest(config.run_folder, procs),
+    ):
+        assert read()[0] == older
         assert f"warning: {last} is damaged" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match=f"{last}"):
         load(last)

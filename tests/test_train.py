@@ -47,11 +47,11 @@ from aogpt.runtime.errors import UserError
 from aogpt.runtime.processes import Processes
 from aogpt.systems import build_model
 from aogpt.training import config as configuration
-from aogpt.training import saving
+from aogpt.training import stop
+from aogpt.training.checkpoint import Progress, State, named_tensors
 from aogpt.training.config import WandbConfig
 from aogpt.training.optimizers import EMA, learning_rate, make_optimizers
-from aogpt.training.saving import StopRequest
-from aogpt.training.state import Progress, State, named_tensors
+from aogpt.training.stop import StopRequest
 from aogpt.training.val_losses import Loss
 
 
@@ -237,11 +237,11 @@ def test_a_finished_run_started_again_says_so_and_changes_nothing(
     [
         (
             {"model__target": "input"},
-            "model.target = 'adaln', but now it is 'input': the architecture",
+            "model.target = 'adaln', but now it is 'input'",
         ),
         (
             {"optim__kind": "muon"},
-            "optim.kind = 'adamw', but now it is 'muon': the optimizer",
+            "optim.kind = 'adamw', but now it is 'muon'",
         ),
     ],
 )
@@ -250,7 +250,7 @@ def test_what_a_run_cannot_change_is_an_error_that_leaves_it_as_it_was(
 ):
     config = copy_of(reference, tmp_path, train__steps=45)
     before = files(config.run_folder)
-    with pytest.raises(UserError, match=f"{message} of a run cannot change"):
+    with pytest.raises(UserError, match=f"{message}, which cannot change"):
         train.train(change(config, **changes), ALONE)
     assert files(config.run_folder) == before
 
@@ -517,7 +517,7 @@ def spoil(monkeypatch, bad_steps, target):
 def test_a_step_that_is_not_finite_is_skipped_counted_and_leaves_no_mark(
     data, tmp_path, monkeypatch, target, empty
 ):
-    monkeypatch.setattr(saving, "MAX_SKIPPED_STEPS", 3)
+    monkeypatch.setattr(stop, "MAX_SKIPPED_STEPS", 3)
     config = tiny_config(data, tmp_path, steps=9, eval__interval=0)
     config = change(config, checkpoint__interval=1, checkpoint__keep=99)
     spoil(monkeypatch, {4, 5, 7, 8}, target)  # never three in a row
@@ -556,7 +556,7 @@ def test_after_losses_that_are_not_finite_the_printed_advice_leads_on(
 ):
     """The update of step 5 ruins the weights: its loss was finite, and none after it
     is."""
-    monkeypatch.setattr(saving, "MAX_SKIPPED_STEPS", 4)
+    monkeypatch.setattr(stop, "MAX_SKIPPED_STEPS", 4)
     config = tiny_config(data, tmp_path, steps=12, eval__interval=0)
     path = write_config(
         change(config, checkpoint__interval=interval, checkpoint__keep=keep)
@@ -595,7 +595,7 @@ def test_under_other_settings_the_count_of_skipped_steps_starts_anew(
     data, tmp_path, monkeypatch
 ):
     """The last step of a run is saved whatever it was."""
-    monkeypatch.setattr(saving, "MAX_SKIPPED_STEPS", 4)
+    monkeypatch.setattr(stop, "MAX_SKIPPED_STEPS", 4)
     config = tiny_config(data, tmp_path, steps=5, eval__interval=0)
     spoil(monkeypatch, {4, 5, 6, 7}, "loss")
     train.train(config, ALONE)
@@ -608,7 +608,7 @@ def test_a_checkpoint_with_a_skipped_step_pending_is_not_called_good(
     data, tmp_path, monkeypatch
 ):
     """That of the last step, also where the count starts anew after it."""
-    monkeypatch.setattr(saving, "MAX_SKIPPED_STEPS", 4)
+    monkeypatch.setattr(stop, "MAX_SKIPPED_STEPS", 4)
     config = tiny_config(data, tmp_path, steps=6, eval__interval=0)
     spoil(monkeypatch, set(range(5, 20)), "loss")
     train.train(config, ALONE)  # saves at steps 4 and 6
@@ -944,9 +944,8 @@ def validations(monkeypatch, losses):
 def stopping_at(step):
     """Return a method of StopRequest that stops a run after this step."""
 
-    def agree(self, config, progress, datasets, save_at):
+    def agree(self, config, progress, datasets):
         self.requested = progress.step == step
-        self.clock = False
 
     return agree
 

@@ -14,26 +14,22 @@ kill leaves a whole checkpoint or none. No format here holds code."""
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import re
 import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 import safetensors.torch
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ..runtime.command_line import show, visible
 from ..runtime.errors import UserError, reason_of
 from ..runtime.files import sha256_file, sync, write_text
-from ..runtime.processes import Processes
 from ..runtime.validation import Count, NonNegative, from_values, read_json
 
 FORMAT = "aogpt-checkpoint-3"
@@ -155,8 +151,7 @@ def write(
     """Write a checkpoint from this process alone, a file for each kind of tensor.
     values: the contents of StateFile. keep: how many of the newest checkpoints stay,
     besides the best. Raises OSError or SafetensorError."""
-    path = path_of(run_folder, values["step"])
-    folder = temporary_of(path)
+    folder = temporary_of(path_of(run_folder, values["step"]))
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for kind in sorted({name.partition(".")[0] for name in tensors}):
@@ -172,31 +167,29 @@ def write(
         safetensors.torch.save_file(of_kind, file)
         file.chmod(permissions)
         sync(file)
-    finish(run_folder, values, tensors, keep)
-    return path
+    return finish(run_folder, values, tensors, keep)
 
 
-def start_writing_shards(
-    folder: Path,
-    tensors: dict[str, Tensor],
-    then: Callable[[], None],
-    group: ProcessGroup,
-) -> Future:
-    """Copy the shards of this process to CPU memory and write them in the background.
-    All processes must call. then: called on process 0 when all have written. group: a
-    group of gloo for this alone."""
+def write_shards(run_folder: Path, step: int, tensors: dict[str, Tensor]) -> None:
+    """Write the tensors of a checkpoint from all processes, a file for each; `finish`
+    makes a checkpoint of them. All processes must call, all raise OSError if one
+    fails."""
     import torch.distributed.checkpoint as dcp  # takes a second
 
-    # otherwise it logs the duration of every step
-    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.WARNING)
+    folder = temporary_of(path_of(run_folder, step))
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    writer.finish = lambda metadata, results: then()
-    return dcp.async_save(tensors, storage_writer=writer, process_group=group)
+    try:
+        dcp.save(tensors, storage_writer=writer)
+    except dcp.CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        if isinstance(cause, OSError):
+            raise cause from None
+        raise
 
 
 def finish(
     run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int
-) -> None:
+) -> Path:
     """Turn a folder of written tensors into the newest checkpoint of a run."""
     path = path_of(run_folder, values["step"])
     contents = dict(values)
@@ -213,6 +206,7 @@ def finish(
     sync(path.parent)
     shutil.rmtree(Path(run_folder) / NONE_YET, ignore_errors=True)
     settle(run_folder, values, keep)
+    return path
 
 
 def settle(run_folder: Path, values: dict, keep: int) -> None:
@@ -313,53 +307,43 @@ def read_values(path: Path, share: slice = slice(None), prefix: str = "") -> Sta
 
 
 def read_newest(
-    run_folder: Path,
-    read: Callable[[Path], Any] = read_values,
-    procs: Processes | None = None,
-    checkpoint: str = "last",
+    run_folder: Path, read: Callable[[Path], Any], checkpoint: str = "last"
 ) -> tuple[Path, Any] | None:
     """Return the newest checkpoint that can be read, and read(path); None if the run
-    has none. Skips damaged ones with a warning. procs: the processes of the job that
-    owns the run, which all must call and get the same one; without, looks again if a
-    running job has replaced a checkpoint. checkpoint: see `candidates`. Raises
+    has none. Skips damaged ones with a warning. Looks again if a running job has
+    replaced a checkpoint meanwhile. checkpoint: see `candidates`. Raises
     CheckpointError if all are damaged."""
-    job = procs or Processes(rank=0, world_size=1, device=torch.device("cpu"))
-    for attempt in range(1 if procs else TRIES):
+    problems: list[str] = []
+    for _ in range(TRIES):
         paths = candidates(run_folder, checkpoint)
-        if any(their_paths != paths for their_paths in job.gather(paths)):
-            raise UserError(
-                f"the processes see different checkpoints in {run_folder}; put --out "
-                "on a shared disk"
-            )
+        problems = []
         for path in reversed(paths):
             try:
                 contents = read(path)
-                problem = None
             except CheckpointError as error:
-                problem = str(error)
-            problems = [text for text in job.gather(problem) if text]  # of any process
-            if not problems:
+                problems.append(str(error))
+                if not path.is_dir():
+                    break
+            else:
+                for problem in problems:
+                    warn_damaged(problem)
                 return path, contents
-            if not procs and attempt < TRIES - 1 and not path.is_dir():
-                break
-            if job.main and checkpoint == "last":
-                warning = f"warning: {problems[0]}; trying the one before it"
-                show(visible(warning, one_line=True), file=sys.stderr)
         else:
             # An empty list can be of a moment when the only checkpoint was replaced.
             if paths or not (Path(run_folder) / "checkpoints").is_dir():
                 break
-    if not paths:
+    if not problems:
         return None
-    if procs:
-        raise CheckpointError(
-            f"none of the {len(paths)} checkpoints in {run_folder} can be read; move "
-            "the folder away to start anew"
-        )
     raise CheckpointError(
         f"none of the {len(paths)} checkpoints in {run_folder} can be read: "
         f"{problems[0]}"
     )
+
+
+def warn_damaged(problem: str) -> None:
+    """Print why a checkpoint cannot be read, where the one before it is tried."""
+    warning = f"warning: {problem}; trying the one before it"
+    show(visible(warning, one_line=True), file=sys.stderr)
 
 
 def read_tensors(path: Path, values: StateFile, targets: dict[str, Tensor]) -> None:

@@ -36,9 +36,9 @@ from ..runtime.errors import UserError, reason_of
 from ..runtime.files import to_json, write_jsonl, write_text
 from ..runtime.processes import Processes
 from ..systems import flops_per_token
+from .checkpoint import Progress
 from .config import Config
 from .optimizers import learning_rates
-from .state import Progress
 from .val_losses import Losses, read_metrics
 
 ORDER_TITLES = {

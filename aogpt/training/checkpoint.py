@@ -1,0 +1,492 @@
+"""The checkpoints of a run: when it saves, what it saves, and how it goes on exactly
+(checkpoints/store.py writes and reads the files)."""
+
+import contextlib
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from ..checkpoints import CheckpointError, store
+from ..data.loader import changed_files
+from ..data.tokenizers import other_tokenizer
+from ..model import Transformer
+from ..runtime.errors import UserError, reason_of
+from ..runtime.processes import Processes
+from . import config as configuration
+from . import parallel
+from .config import Config
+from .initial_weights import weights_to_start_from
+from .muon import local
+from .optimizers import EMA, allocate_state, make_optimizers, named_state
+from .val_losses import saved_losses, validation_orders
+
+# Keys and tables of the config and the data that cannot change when a run resumes.
+# model.dropout can; docs/training.md says what a change of the others does.
+REFUSED = (
+    "model",
+    "optim.kind",
+    "data.tokenizer",
+    "data.tokenizer_sha256",
+    "data.vocab_size",
+    "data.eot",
+)
+
+
+@dataclass
+class Progress:
+    """The progress of a run. Its fields are keys of checkpoints.store.StateFile."""
+
+    step: int = 0
+    sequences: int = 0  # trained on so far; the next batch starts there
+    tokens: int = 0
+    best: dict | None = None  # {"step", "loss"} of the best checkpoint that exists
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+
+
+@dataclass
+class State:
+    """The state that training changes; data, orders and learning rate depend on the
+    step alone."""
+
+    model: Transformer
+    average: EMA  # of the weights
+    optimizers: list[torch.optim.Optimizer]  # AdamW, and Muon if optim.kind says so
+    progress: Progress
+
+
+def start(config: Config, data_meta: Mapping[str, Any], procs: Processes) -> State:
+    """Return the state of the newest checkpoint, or a new one, with the weights of
+    train.init_from if set. Raises UserError for another run's folder, CheckpointError
+    if no checkpoint can be read."""
+    torch.manual_seed(config.seed)
+    folder = config.run_folder
+    newest = read_newest(folder, procs)
+    if newest is None:
+        problem = history_in(folder) if procs.main else None
+        problem = procs.gather(problem)[0]
+        if problem:
+            raise UserError(problem)
+    else:
+        path, values = newest
+        check_same_run(config, data_meta, path, values, procs.print0)
+        check_same_data(values["data"], data_meta, procs)
+        best = best_on_resume(config, data_meta, path, values)
+        values["best"], note = procs.gather(best)[0]
+        if note:
+            procs.print0(note)
+    weights = None  # random, or of the checkpoint
+    if config.train.init_from and newest is None:
+        weights = weights_to_start_from(config, data_meta, procs)
+    # empty: drawing the weights of a large model, to be replaced, would take minutes
+    model = parallel.build(config, procs, weights, empty=newest is not None)
+    state = State(
+        model=model,
+        average=EMA(model, config.optim.ema_decay),
+        optimizers=make_optimizers(model, config),
+        progress=Progress(),
+    )
+    if procs.main:
+        store.remove_partial(folder)
+    if newest is None:
+        if procs.main:
+            (folder / store.NONE_YET).mkdir(parents=True, exist_ok=True)
+        return state
+    restore(state, path, values)
+    if procs.main:  # a kill may have prevented it
+        store.settle(folder, values, config.checkpoint.keep)
+    procs.print0(f"resumed from {path}")
+    return state
+
+
+def read_newest(folder: Path, procs: Processes) -> tuple[Path, dict] | None:
+    """Return the newest checkpoint of this job's run that all processes can read, and
+    its values; None if the run has none. Skips damaged ones with a warning."""
+    # Each process verifies some of the files.
+    share = slice(procs.rank, None, procs.world_size)
+    paths = store.find(folder)
+    if any(their_paths != paths for their_paths in procs.gather(paths)):
+        raise UserError(
+            f"the processes see different checkpoints in {folder}; put --out on a "
+            "shared disk"
+        )
+    for path in reversed(paths):
+        values = {}
+        problem = None
+        try:
+            values = cast(dict, store.read_values(path, share=share))
+        except CheckpointError as error:
+            problem = str(error)
+        problems = [text for text in procs.gather(problem) if text]
+        if not problems:
+            return path, values
+        if procs.main:
+            store.warn_damaged(problems[0])
+    if paths:
+        raise CheckpointError(
+            f"none of the {len(paths)} checkpoints in {folder} can be read; move the "
+            "folder away to start anew"
+        )
+    return None
+
+
+def history_in(folder: Path) -> str | None:
+    """Return why no run can start in a folder without checkpoints: it holds files of
+    another run; else None. A run that was killed before its first checkpoint may start
+    again."""
+    if (folder / store.NONE_YET).exists():
+        return None
+    for name in ("config.toml", "metrics.jsonl", "best"):
+        if (folder / name).exists():
+            return (
+                f"{folder} holds the {name} of another run, but no checkpoint: mount "
+                f"its disk, choose another --name, or move {folder} away to start anew"
+            )
+    return None
+
+
+def check_same_run(
+    config: Config, meta: Mapping[str, Any], path: Path, values: dict, print0: Callable
+) -> None:
+    """Print what has changed since a checkpoint. Raises UserError for what cannot
+    change."""
+    old = configuration.from_dict(values["config"], str(path))
+    values.setdefault("sequences", values["step"] * old.train.batch_size)  # of older
+    values.setdefault("tokens", 0)  # versions
+    changes = changes_of(old, config, values["data"], meta)
+    for key, (before, after) in changes.items():
+        table = key.partition(".")[0]
+        if (key in REFUSED or table in REFUSED) and key != "model.dropout":
+            raise UserError(
+                f"{config.run_folder} was trained with {key} = {before!r}, but now it "
+                f"is {after!r}, which cannot change; set it back, or start another run "
+                "with --name"
+            )
+    for key, (before, after) in changes.items():
+        print0(f"changed since {path}: {key} = {after!r} (was {before!r})")
+    if changes:  # the change may be the cure of skipped steps
+        values["skipped_in_a_row"] = 0
+
+
+def changes_of(
+    old: Config, config: Config, old_meta: Mapping[str, Any], meta: Mapping[str, Any]
+) -> dict[str, tuple]:
+    """Return {key: (before, after)} of keys of the config, the tokenizer and the splits
+    of the data that have changed."""
+    changes = configuration.differences(old, config)
+    for key, pair in other_tokenizer(old_meta, meta).items():
+        changes[f"data.{key}"] = pair
+    ends = (old_meta.get("eot"), meta.get("eot"))
+    if None not in ends and ends[0] != ends[1]:
+        changes["data.eot"] = ends
+    for split in ("train", "val"):
+        before = checksums_of(old_meta, split)
+        after = checksums_of(meta, split)
+        if before != after:
+            changes[f"the split {split} in {config.data.folder}"] = (before, after)
+    return changes
+
+
+def checksums_of(meta: Mapping[str, Any], split: str) -> str | None:
+    """Return the SHA-256 of the tokens of a split, and of their roles: which of them
+    are of a prompt. None for a split that does not exist."""
+    entry = meta.get("splits", {}).get(split, {})
+    checksum = entry.get("sha256")
+    if roles := entry.get("roles"):
+        checksum = f"{checksum}, of roles {roles['sha256']}"
+    return checksum
+
+
+def measure_of(config: Config, meta: Mapping[str, Any]) -> tuple:
+    """Return everything that the validation losses of a run are measured with, for a
+    comparison: also the SHA-256 of a file of orders."""
+    orders, name = validation_orders(config)
+    orders_sha256 = None
+    if orders[name].orders.unmixed == "file":
+        record = meta.get("files", {}).get(str(Path(config.order.file)), {})
+        orders_sha256 = record.get("sha256")
+    return (
+        config.seed,
+        config.eval.sequences,
+        config.eval.draws,
+        checksums_of(meta, "val"),
+        orders,
+        name,
+        orders_sha256,
+    )
+
+
+def best_on_resume(
+    config: Config, meta: Mapping[str, Any], path: Path, values: dict
+) -> tuple[dict | None, str]:
+    """Return the best checkpoint, {"step", "loss"}, when a run resumes from the newest
+    one at `path`; and a note if it is another than before. One that has been removed
+    makes way for the best of those that exist and were validated as the run validates
+    now."""
+    best = values["best"]
+    if best is None:
+        return None, ""
+    name = f"the best checkpoint (step {best['step']}, loss {best['loss']:.4f})"
+    measure = measure_of(config, meta)
+
+    def has_measure(path: Path, values: Mapping[str, Any]) -> bool:
+        old = configuration.from_dict(values["config"], str(path))
+        return measure_of(old, values["data"]) == measure
+
+    if not has_measure(path, values):
+        return None, f"{name} was chosen by another measure: it will be chosen again"
+    run_folder = path.parents[1]
+    if store.path_of(run_folder, best["step"]).is_dir():
+        return best, ""
+    best = None
+    losses = saved_losses(config)
+    for saved in store.find(run_folder, up_to=values["step"]):
+        step = cast(int, store.step_of(saved))
+        loss = losses.get(step)
+        if loss is None:
+            continue
+        with contextlib.suppress(CheckpointError):
+            if has_measure(saved, store.read_values(saved, share=slice(0))):
+                best = better_of(best, step, loss)
+    if best is None:
+        return None, f"{name} is gone: the next validation chooses another"
+    note = f"{name} is gone: now it is step {best['step']} (loss {best['loss']:.4f})"
+    return best, note
+
+
+def better_of(best: dict | None, step: int, loss: float) -> dict | None:
+    """Return the best checkpoint, {"step", "loss"}, when that of `step` has this
+    validation loss."""
+    if math.isfinite(loss) and (best is None or loss < best["loss"]):
+        return {"step": step, "loss": loss}
+    return best
+
+
+def check_same_data(
+    before: Mapping[str, Any], now: Mapping[str, Any], procs: Processes
+) -> None:
+    """Print which files of the data are not known to be unchanged since a
+    checkpoint. The main process reads them, all must call. Raises UserError for a file
+    that does not match its checksum."""
+    error = None
+    notes = []
+    if procs.main:
+        try:
+            notes = changed_files(before.get("files", {}), now.get("files", {}))
+        except (UserError, OSError) as failure:
+            error = str(failure)
+    error = procs.gather(error)[0]
+    if error:
+        raise UserError(error)
+    for note in notes:
+        procs.print0(note)
+
+
+def check_epochs(
+    epochs: float, num_blocks: int, config: Config, progress: Progress
+) -> None:
+    """Raise UserError for a number of passes over `num_blocks` blocks in a run that has
+    read some of them in batches of another size: the steps were counted with this
+    one."""
+    batch_size = config.train.batch_size
+    if epochs and progress.sequences != progress.step * batch_size:
+        left = max(0.0, epochs * num_blocks - progress.sequences)
+        steps = progress.step + math.ceil(left / batch_size)
+        raise UserError(
+            f"--train.epochs counts steps of {batch_size} sequences, but the run's "
+            f"first {progress.step} had others: for {epochs:g} epochs in all give "
+            f"--train.steps {steps}"
+        )
+
+
+def named_tensors(state: State) -> dict[str, Tensor]:
+    """Return the tensors of a state, not copied, by their names in a checkpoint."""
+    tensors = {}
+    for name, p in state.model.named_parameters():
+        tensors[f"model.{name}"] = p.detach()
+    for name, average in state.average.weights.items():
+        tensors[f"ema.{name}"] = average
+    for name, values in named_state(state.model, state.optimizers).items():
+        for key, value in values.items():
+            tensors[f"optimizer.{name}.{key}"] = value
+    return tensors
+
+
+def plain_values(
+    state: State, best: dict | None, config: Config, data_meta: Mapping[str, Any]
+) -> dict:
+    """Return everything else, as JSON values: keys of checkpoints.store.StateFile."""
+    ema = state.average
+    values = asdict(state.progress)
+    values["best"] = best
+    values["ema"] = {"updates": int(ema.updates), "decay": ema.decay}
+    values["model_config"] = asdict(state.model.config)
+    values["config"] = asdict(config)
+    values["data"] = data_meta
+    return values
+
+
+@torch.no_grad()
+def restore(state: State, path: Path, values: dict) -> None:
+    """Fill a state from a checkpoint; any number of processes may have written it."""
+    allocate_state(state.optimizers)
+    tensors = named_tensors(state)
+    unknown = sorted(values["tensors"].keys() - tensors.keys())
+    if unknown:
+        raise CheckpointError(
+            f"{path} holds {unknown[0]}, which this run does not have; start another "
+            "with --name"
+        )
+    store.read_tensors(path, cast(store.StateFile, values), tensors)
+    name = not_finite(tensors)
+    if name:
+        raise CheckpointError(
+            f"{path}: {name} is not finite; remove it to resume from another"
+        )
+    state.average.updates.fill_(values["ema"]["updates"])
+    for field in fields(Progress):
+        setattr(state.progress, field.name, values[field.name])
+
+
+def not_finite(tensors: dict[str, Tensor]) -> str | None:
+    """Return the name of a tensor whose shard on this process has a number that is not
+    finite."""
+    # All are asked before one is read, which waits for the device.
+    finite = [store.is_finite(local(tensor)) for tensor in tensors.values()]
+    for name, is_finite in zip(tensors, finite, strict=True):
+        if not is_finite:
+            return name
+    return None
+
+
+class Saver:
+    """The writer of checkpoints, which decides when a run saves. Under ddp the main
+    process writes, under fsdp every process its shards; all wait until it is done."""
+
+    def __init__(
+        self,
+        config: Config,
+        procs: Processes,
+        data_meta: Mapping[str, Any],
+        warn: Callable[[str], None],
+    ):
+        self.config = config
+        self.procs = procs
+        self.data_meta = data_meta
+        self.warn = warn
+        # The path of the last checkpoint; None if it could not be written.
+        self.written: Path | None = None
+        self.is_due = False  # whether a checkpoint was due that is not written yet
+
+    def note_due(self, step: int, is_last: bool) -> bool:
+        """Note and return whether a checkpoint is due: by the number of the step, at
+        the end, or since an earlier step that was skipped."""
+        if is_last or step % self.config.checkpoint.interval == 0:
+            self.is_due = True
+        return self.is_due
+
+    def should_save(self, progress: Progress, best: dict | None, is_last: bool) -> bool:
+        """Return whether to save now: a checkpoint is due, or `best` is better than the
+        best checkpoint. The state before a skipped step may be its cause: except at the
+        end, only states after a step that counted are saved."""
+        if progress.skipped_in_a_row and not is_last:
+            return False
+        return self.is_due or best != progress.best
+
+    def save(self, state: State, best: dict | None) -> None:
+        """Write the state, after which `best` is progress.best, {"step", "loss"}. A
+        checkpoint that cannot be written is a warning. All processes must call; all
+        raise UserError if the state is not finite."""
+        config = self.config
+        progress = state.progress
+        tensors = named_tensors(state)
+        for name in self.procs.gather(not_finite(tensors)):
+            if name is not None:
+                raise UserError(not_finite_message(config, progress, name))
+        values = plain_values(state, best, config, self.data_meta)
+        keep = config.checkpoint.keep
+        error = None
+        try:
+            if config.train.parallel == "fsdp":
+                store.write_shards(config.run_folder, progress.step, tensors)
+                if self.procs.main:
+                    store.finish(config.run_folder, values, tensors, keep)
+            elif self.procs.main:
+                store.write(config.run_folder, values, tensors, keep)
+        except (OSError, SafetensorError) as failure:
+            error = reason_of(failure)
+        error = self.procs.gather(error)[0]
+        path = store.path_of(config.run_folder, progress.step)
+        self.is_due = False
+        if error is None:
+            self.written = path
+            progress.best = best
+            return
+        self.written = None
+        if self.procs.main:
+            # This frees its space.
+            shutil.rmtree(store.temporary_of(path), ignore_errors=True)
+            last = "there is no earlier checkpoint"
+            good_path = last_good(config, progress.step - 1)
+            if good_path is not None:
+                last = f"the last good checkpoint is {good_path}"
+            self.warn(f"could not write {path}: {error}; {last}. Is the disk full?")
+
+
+def last_good(config: Config, step: int) -> Path | None:
+    """Return the path of the last checkpoint up to a step that was saved without a
+    skipped step pending; None without one."""
+    for path in reversed(store.find(config.run_folder, up_to=step)):
+        with contextlib.suppress(CheckpointError):
+            values = store.read_values(path, share=slice(0))
+            if not values["skipped_in_a_row"]:  # there may be some at a stop
+                return path
+    return None
+
+
+def not_finite_message(config: Config, progress: Progress, name: str) -> str:
+    """Return why a run ends whose `name`, a tensor or losses, is not finite, and what
+    to do."""
+    path = last_good(config, progress.step - progress.skipped_in_a_row)
+    if path is None:
+        return (
+            f"{name} is not finite at step {progress.step}; there is no earlier "
+            f"checkpoint. Lower --optim.lr and start again; move {config.run_folder} "
+            "away"
+        )
+    return (
+        f"{name} is not finite at step {progress.step}; the last good checkpoint is "
+        f"{path}. Lower --optim.lr and start again; if no loss after that checkpoint "
+        "is finite, remove it and all later ones"
+    )
+
+
+def newest_and_best(config: Config, progress: Progress) -> str:
+    """Return the validation losses of the newest and the best checkpoint, for the end
+    of a run."""
+    best = progress.best
+    losses = saved_losses(config)
+    loss = "not validated"
+    if progress.step in losses:
+        value = losses[progress.step]
+        loss = "validation loss not finite"
+        if value is not None:
+            loss = f"validation loss {value:.4f}"
+    newest = f"step {progress.step} ({loss})"
+    if best is None and not losses:
+        return "no checkpoint has been validated yet (--eval.interval)"
+    if best is None:
+        return f"newest checkpoint: {newest}; none has been chosen as the best"
+    if best["step"] == progress.step:
+        return f"the newest checkpoint, {newest}, is the best"
+    return (
+        f"newest checkpoint: {newest}, which scripts use; best: step {best['step']} "
+        f"(validation loss {best['loss']:.4f}), --checkpoint best"
+    )
