@@ -137,6 +137,13 @@ def test_a_front_page_is_short(page):
                 assert len(without_links(cell).split()) <= 40, cell
 
 
+def test_the_picture_is_of_the_sentence_that_readme_shows():
+    picture = (ROOT / "docs" / "filling.svg").read_text()
+    _, last = picture.split('class="label">complete<')
+    sentence = "".join(re.findall(r'xml:space="preserve">([^<]*)<', last))
+    assert f'"{sentence}"' in (ROOT / "README.md").read_text()
+
+
 def test_a_number_or_a_verdict_without_a_source_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr("test_front_pages.ROOT", tmp_path)
     claim = "- *fast*: a is better: +0.411 ± 0.005: **opposite**\n"
