@@ -64,7 +64,7 @@ sys.path.insert(0, {site!r})
 import aogpt, os
 assert os.path.dirname(aogpt.__file__).startswith({site!r}), aogpt.__file__
 model = aogpt.load({model!r})
-print(json.dumps([aogpt.__version__, model.score("She went home.").nats]))
+print(json.dumps([aogpt.__version__, model.score(["She went home."])[0].nats]))
 """
 
 
@@ -92,7 +92,7 @@ def test_the_installed_library_scores_a_text_from_another_folder(site, tmp_path)
     version, nats = json.loads(done.stdout)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert version == project["version"] == aogpt.__version__
-    assert nats == aogpt.load(model).score("She went home.").nats
+    assert nats == aogpt.load(model).score(["She went home."])[0].nats
 
 
 @BUILDS
