@@ -31,6 +31,7 @@ from aogpt.evaluation.estimates import Estimate
 from aogpt.evaluation.eval_sets import (
     EvalSet,
     SplitOption,
+    TextDataset,
     comparable,
     note_on_end,
     open_eval_set,
@@ -429,6 +430,9 @@ def evaluate(a: Arguments, procs: Processes) -> None:
             note = note_on_end(eval_set.dataset, loaded)
             if note is not None:
                 notes.append(note)
+        if isinstance(eval_set.dataset, TextDataset):
+            for note in eval_set.dataset.notes:
+                notes.append(f"{eval_set.name}: {note}")
     if "score_entropy" in scorers:
         if any(eval_set.dataset.of_records for eval_set in eval_sets):
             raise UserError("score_entropy takes no prompts; leave it out")

@@ -16,6 +16,7 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -24,7 +25,7 @@ import torch
 import tyro
 
 from aogpt.checkpoints.load import Loaded, load
-from aogpt.data.tokenizers import Tokenizer
+from aogpt.data.tokenizers import Tokenizer, notes_on_special
 from aogpt.runtime.command_line import (
     TEXT,
     RunOptions,
@@ -405,12 +406,16 @@ def encode_all(
     many are too long. Raises UserError if none fits."""
     encoded = {}
     too_long = []
-    note = None
+    special: Counter[str] = Counter()
+    space_note = None
     for number, request in enumerate(requests):
         if a.rows and number + 1 not in a.rows:
             continue
         if request.kind == "infill" and not request.context:
-            note = note or gaps.space_note(request.text, session.tokenizer)
+            space_note = space_note or gaps.space_note(request.text, session.tokenizer)
+        if not request.context:
+            text = gaps.MASK.sub("", request.text)
+            special += session.tokenizer.count_special([text])
         try:
             encoded[number] = encode(a, session, request)
         except gaps.TooLong as error:
@@ -419,8 +424,10 @@ def encode_all(
             raise UserError(f"{request.place}: {error}") from None
     if not encoded:
         raise gaps.TooLong(too_long[0])
-    if note and session.procs.main:
-        show(note, file=sys.stderr)
+    if session.procs.main:
+        for note in [*notes_on_special(special), space_note]:
+            if note is not None:
+                show(f"note: {note}", file=sys.stderr)
     if too_long and session.procs.main:
         show(
             f"skipped {len(too_long)} of {len(requests)} prompts, which are too long; "

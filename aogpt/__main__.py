@@ -15,18 +15,28 @@ import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 
 import math
 import sys
-from typing import Annotated
+import warnings
+from typing import Annotated, Any
 
 import tyro
 
-from .runtime.command_line import run_script, show
+from .runtime.command_line import TEXT, run_script, show
+from .runtime.errors import UserError
 
-Model = Annotated[str, tyro.conf.Positional]
-Texts = Annotated[list[str], tyro.conf.Positional]
+Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+Texts = Annotated[
+    list[Annotated[str, TEXT]],
+    tyro.conf.Positional,
+    tyro.conf.arg(metavar="TEXT ...", help_behavior_hint=""),
+]
 
 
-def load(path: str):
-    """Load a model on a GPU if there is one."""
+def load(path: str, texts: list[str]):
+    """Load a model on a GPU if there is one. Raises UserError if there is no text."""
+    if not texts:
+        raise UserError(
+            f"give a text after the model, {path}; one of several words needs quotes"
+        )
     from . import text_model  # imports PyTorch, which --help does not need
 
     return text_model.load(path, device="auto")
@@ -36,7 +46,7 @@ def score(
     model: Model, texts: Texts, order: str = "l2r", seed: int = 0, end: bool = False
 ) -> None:
     """Print log p (nats) of the tokens of texts; --end scores the end, too."""
-    for scored in load(model).score(texts, order, seed, end):
+    for scored in load(model, texts).score(texts, order, seed, end):
         for piece, log_prob in zip(scored.pieces, scored.log_probs, strict=True):
             values = "        -        -"
             if log_prob is not None:
@@ -50,14 +60,14 @@ def score(
 
 def rank(model: Model, texts: Texts, end: bool = False) -> None:
     """Print alternatives with log p of the whole text, nats, and their shares."""
-    for alternatives in load(model).rank(texts, end):
+    for alternatives in load(model, texts).rank(texts, end):
         for row in alternatives:
             show(f"{row.log_prob:9.3f} {row.share:7.1%}  {row.text!r}")
 
 
 def blanks(model: Model, texts: Texts, top: int = 10) -> None:
     """Print the likeliest tokens of each mask."""
-    for blanks_of_text in load(model).blanks(texts, top):
+    for blanks_of_text in load(model, texts).blanks(texts, top):
         for likely in blanks_of_text:
             words = [f"{one.text!r} {one.probability:.1%}" for one in likely]
             show("  ".join(words))
@@ -73,7 +83,7 @@ def fill(
     top_p: float = 1.0,
 ) -> None:
     """Print texts with their gaps filled in: [MASK] is one token, [MASK:4] four."""
-    samples = load(model).fill(
+    samples = load(model, texts).fill(
         texts, num_samples, seed, mode=mode, temperature=temperature, top_p=top_p
     )
     for sample in samples:
@@ -91,7 +101,7 @@ def generate(
     top_p: float = 1.0,
 ) -> None:
     """Print continuations of texts; --mode l2r reads best."""
-    samples = load(model).generate(
+    samples = load(model, texts).generate(
         texts,
         new_tokens,
         num_samples,
@@ -116,7 +126,16 @@ def main() -> None:
 
         show(f"aogpt {__version__}")
     else:
-        tyro.extras.subcommand_cli_from_dict(FUNCTIONS, description=__doc__)
+        with warnings.catch_warnings():
+            warnings.showwarning = show_note
+            tyro.extras.subcommand_cli_from_dict(
+                FUNCTIONS, prog="aogpt", description=__doc__
+            )
+
+
+def show_note(message: Warning | str, *where: Any, **named: Any) -> None:
+    """Print a warning as a line, without the place in the code that it comes from."""
+    show(f"note: {message}", file=sys.stderr)
 
 
 def console() -> None:

@@ -8,13 +8,16 @@
     print(model.blanks(["The cat[MASK] home."])[0][0])
 
 In a text to score or rank "<|endoftext|>" ends a document, as generated text has it; in
-one to continue or to fill in it is ordinary characters. `.model` is the network,
-`.tokenizer` its tokenizer, `.loaded` where they come from."""
+one to continue or to fill in it is ordinary characters, as are the tokenizer's other
+special tokens everywhere, such as "</s>". A warning says where a text has one.
+
+`.model` is the network, `.tokenizer` its tokenizer, `.loaded` where they come from."""
 
 import contextlib
 import itertools
 import math
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +30,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from . import checkpoints
 from .data.pieces import token_text
-from .data.tokenizers import END_OF_TEXT
+from .data.tokenizers import END_OF_TEXT, notes_on_special
 from .orders import orders_at, parse_order
 from .runtime.devices import pick_device
 from .runtime.errors import UserError
@@ -166,6 +169,21 @@ class TextModel:
         self.device = self.model.wte.weight.device
         self.block_size = self.model.config.block_size
 
+    def _warn_of_special(
+        self, texts: list[str], but_end: bool = False, has_masks: bool = False
+    ) -> None:
+        """Warn of special tokens that are read as ordinary text, and of a space before
+        a mask. but_end: "<|endoftext|>" is read as a token."""
+        counts = self.tokenizer.count_special(gaps.MASK.sub("", text) for text in texts)
+        if but_end:
+            counts.pop(END_OF_TEXT, None)
+        notes = notes_on_special(counts)
+        if has_masks:
+            notes += {gaps.space_note(text, self.tokenizer): None for text in texts}
+        for note in notes:
+            if note is not None:
+                warnings.warn(note, stacklevel=3)
+
     # ---- likelihood ------------------------------------------------------------------
 
     def score(
@@ -190,6 +208,20 @@ class TextModel:
         and for masks."""
         check_value(seed, Seed, "seed")
         texts = checked_texts(texts)
+        self._warn_of_special(texts, but_end=True)
+        for text in texts:
+            brackets = BRACKETS.search(text)
+            if brackets is not None:
+                warnings.warn(
+                    f"{brackets[0][:40]} is scored as it is written; rank compares "
+                    "alternatives",
+                    stacklevel=2,
+                )
+        return self._score(texts, order, seed, end)
+
+    def _score(
+        self, texts: list[str], order: str | Tensor, seed: int, end: bool
+    ) -> list[Scored]:
         ids_of_texts = []
         blocks = []
         orders = []
@@ -344,8 +376,10 @@ class TextModel:
             options: fields of `sampling.modes.DecodingOptions`, such as mode="l2r" or
                 top_p=0.9."""
         check_value(new_tokens, int | None, "new_tokens")
+        prompts = checked_texts(prompts)
+        self._warn_of_special(prompts)
         contexts = []
-        for place, prompt in each_text(prompts):
+        for place, prompt in enumerate(prompts, 1):
             with in_list(place, len(prompts)):
                 contexts.append(self._context_after(prompt, new_tokens))
         options["temperature"] = temperature
@@ -376,8 +410,10 @@ class TextModel:
         """Fill the gaps of texts, "She[MASK:4] home.": [MASK] is one token, [MASK:4]
         four. Put no space before a mask, since words begin with theirs. Arguments as of
         `generate`. Raises UserError for a text without masks."""
+        texts = checked_texts(texts)
+        self._warn_of_special(texts, has_masks=True)
         contexts = []
-        for place, text in each_text(texts):
+        for place, text in enumerate(texts, 1):
             with in_list(place, len(texts)):
                 contexts.append(gaps.encode_gaps(text, self.tokenizer, self.block_size))
         options["temperature"] = temperature
@@ -425,8 +461,10 @@ class TextModel:
         tokens given the known text, all in one pass."""
         check_value(top, Count, "top")
         self._check_any_order()
+        texts = checked_texts(texts)
+        self._warn_of_special(texts, has_masks=True)
         likely = []
-        for place, text in each_text(texts):
+        for place, text in enumerate(texts, 1):
             with in_list(place, len(texts)):
                 likely.append(self._blanks(text, top))
         return likely
@@ -464,8 +502,10 @@ class TextModel:
             end: score the end of the text, too. Where alternatives stand at the end,
                 "She went home[.|]", the shorter one is otherwise a beginning of the
                 longer one, and a beginning is always at least as probable."""
+        texts = checked_texts(texts)
+        self._warn_of_special(texts, but_end=True)
         ranked = []
-        for place, text in each_text(texts):
+        for place, text in enumerate(texts, 1):
             with in_list(place, len(texts)):
                 ranked.append(self._rank(text, end))
         return ranked
@@ -479,7 +519,8 @@ class TextModel:
                 "a text, and these alternatives begin differently: put a word before "
                 "them"
             )
-        totals = [-scored.nats for scored in self.score(wholes, end=end)]
+        scores = self._score(wholes, order="l2r", seed=0, end=end)
+        totals = [-scored.nats for scored in scores]
         shares = torch.tensor(totals, dtype=torch.float64).softmax(dim=0).tolist()
         alternatives = []
         for whole, total, share in zip(wholes, totals, shares, strict=True):
@@ -516,11 +557,6 @@ def checked_texts(texts: Any) -> list[str]:
                 "a string"
             )
     return list(texts)
-
-
-def each_text(texts: Any) -> Iterator[tuple[int, str]]:
-    """Yield the number of each text, from 1, and the text."""
-    yield from enumerate(checked_texts(texts), 1)
 
 
 @contextlib.contextmanager

@@ -66,6 +66,19 @@ def test_scores_are_those_of_each_text_alone(system):
         assert scored.nats == pytest.approx(-math.fsum(expected), abs=1e-3)
 
 
+def test_text_that_is_perhaps_not_meant_so_gets_a_warning(books, monkeypatch, capsys):
+    text = "The [cat|dog] ran."
+    with pytest.warns(UserWarning, match="rank compares alternatives"):
+        books.score([text])
+    with pytest.warns(UserWarning, match="leave the space out"):
+        books.fill(["The [MASK] ran."])
+    with pytest.warns(UserWarning, match="1 time <|endoftext|> is read as ordinary"):
+        books.fill(["<|endoftext|>The[MASK] ran."])
+    monkeypatch.setattr("sys.argv", ["aogpt", "score", BOOKS, text])
+    commands.main()
+    assert capsys.readouterr().err.startswith("note: [cat|dog] is scored as")
+
+
 def test_alternatives_rank_by_the_probability_of_the_whole_text(books):
     (ranked,) = books.rank(["He opened the [door|book|door] and went out."])
     assert [row.text for row in ranked][0] == "He opened the door and went out."
@@ -106,6 +119,12 @@ def test_mistakes_are_told(books):
     ):
         with pytest.raises(UserError, match=words):
             call()
+
+
+def test_a_command_without_a_text_says_so(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["aogpt", "fill", BOOKS])
+    with pytest.raises(UserError, match="give a text after the model"):
+        commands.main()
 
 
 @pytest.mark.parametrize(

@@ -467,13 +467,46 @@ NAMES = [
 ]
 
 
+def test_special_tokens_in_a_text_are_counted(tmp_path, monkeypatch, capsys):
+    text = "<s>a</s> b</s><|endoftext|>"
+    name = str(saved(of_words(), tmp_path / "model"))
+    tokenizer = get_tokenizer(name)
+    assert not {1, 2} & set(tokenizer.encode(text))
+    times = ["1 time <s>", "2 times </s>", "1 time <|endoftext|>"]
+    notes = {f"{count} is read as ordinary text" for count in times}
+    of_score = notes - {"1 time <|endoftext|> is read as ordinary text"}  # a token
+    model = make_system(
+        "GPT-2", 3, tokens=tokenizer.vocab_size, block_size=64, dtype=torch.float32
+    )
+    place = str(tmp_path / "model")
+    size = tokenizer.vocab_size
+    loaded = Loaded(model.eval(), place, 0, "raw", "tokenizer.json", size)
+    of_text = aogpt.TextModel(loaded)
+    for call, expected in (
+        (lambda: of_text.score([text]), of_score),
+        (lambda: of_text.generate([text], 1), notes),
+        (lambda: of_text.rank([text + "[a|b]"]), of_score),
+    ):
+        with pytest.warns(UserWarning) as warned:
+            call()
+        assert {str(warning.message) for warning in warned} == expected
+
+    monkeypatch.setattr(eval_ppl, "load", lambda *a, **k: loaded)
+    printed = run_main(eval_ppl, monkeypatch, capsys, "x", "--text", text)
+    assert all(note in printed for note in of_score)
+    source = write_jsonl(tmp_path / "a.jsonl", [text, "plain"])
+    prepared("text", tmp_path / "data", source, tokenizer=name, split="val")
+    printed = capsys.readouterr().out
+    assert all(f"note: {note}" in printed for note in notes)
+
+
 @pytest.mark.parametrize("scored_from", [0, 1], ids=["start token", "no start token"])
 @pytest.mark.parametrize("name", NAMES)
 def test_bits_a_byte_times_bytes_are_the_nats_in_every_script(
     tmp_path, monkeypatch, capsys, name, scored_from
 ):
     """The bytes are those of the text, without the tokens that nothing predicts."""
-    text = "The caf\u00e9  was \ud800 closed. \U0001f916"
+    text = "The caf\u00e9  was \udcff closed. \U0001f916"
     if callable(name):
         name = str(saved(name(), tmp_path / "model"))
     if name.startswith("alphabet"):
@@ -498,7 +531,7 @@ def test_bits_a_byte_times_bytes_are_the_nats_in_every_script(
     assert nats == pytest.approx(scores.nats)
 
     if scored_from == 0:  # a lone surrogate is read as U+FFFD, three bytes
-        assert scores.bytes == len(text.replace("\ud800", "\ufffd").encode())
+        assert scores.bytes == len(text.replace("\udcff", "\ufffd").encode())
 
     path = tmp_path / "result.json"
     monkeypatch.setattr(eval_ppl, "load", lambda *a, **k: loaded)

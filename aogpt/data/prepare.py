@@ -16,6 +16,7 @@ examples:
 import os
 import shlex
 import signal
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -402,6 +403,7 @@ class Writer:
         self.round_trip = RoundTrip(tokenizer) if tokenizer.name == HUB else None
         # Records of one length, which the dataset knows, need no end.
         self.records_end = args.protocol == "records" and dataset.block_size is None
+        self.special: Counter[str] = Counter()  # tokens that are plain text in texts
         self.notes: list[str] = []
 
     def write(self, corpora: dict[str, Corpus]) -> None:
@@ -442,6 +444,7 @@ class Writer:
         self, texts: list[str]
     ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
         """Yield the ids of each text, and the roles of those of an example."""
+        self.special += self.tokenizer.count_special(texts)
         if self.args.protocol != "records":
             yield from packing.encode_documents(self.tokenizer, texts)
             return
@@ -537,6 +540,7 @@ class Writer:
         for message, count in reading.counts.items():
             if count > 0:
                 notes.append(counted(count, message))
+        notes += tokenizers.notes_on_special(self.special)
         if self.long:
             notes.append(
                 counted(len(self.long), "records longer than a block are skipped")

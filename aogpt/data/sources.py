@@ -28,13 +28,11 @@ from typing import Any, BinaryIO
 
 from ..runtime.errors import UserError, reason_of
 from ..runtime.files import json_object, lines_of, parse_json, sha256_file
-from .tokenizers import END_OF_TEXT
 
 OFFLINE = "or pass files: python data/prepare.py {} --source FILE.parquet ..."
 MOST_LISTED = 100  # files in meta.json, which checkpoints hold, too
 PACKED = (".gz", ".xz", ".zst")  # suffixes of compressed files
 # Notes, each after a count.
-MARKED = f"times {END_OF_TEXT} is read as ordinary text"
 LEFT_OUT = "rows have a field {!r}, which is left out (see --field and --prompt-field)"
 WINDOWS = "Windows line ends are converted"
 EMPTY = "empty files are skipped"
@@ -141,7 +139,6 @@ def local_files(
         for path, read in files.items():
             is_empty = True
             for text in read(path, str(path), reading):
-                reading.counts[MARKED] += text.count(END_OF_TEXT)
                 yield text
                 is_empty = False
             empty += is_empty

@@ -16,7 +16,8 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,6 +66,7 @@ class Tokenizer:
     eot: int
     adds_space = False  # before a text
     starts: list[int] = []  # ids that a pretrained model reads before a text
+    special_tokens = frozenset({END_OF_TEXT})  # plain text to `encode`
     # Whether the text of each id begins with a space, bool (vocab_size,); with
     # adds_space.
     begins_with_space: np.ndarray
@@ -121,6 +123,20 @@ class Tokenizer:
     def encode_after(self, text: str) -> list[int]:
         """Return the ids of a text that follows another one."""
         return self.encode(text)
+
+    @functools.cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Return a pattern that finds each special token, the longest first."""
+        tokens = sorted(self.special_tokens, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, tokens)))
+
+    def count_special(self, texts: Iterable[str]) -> Counter[str]:
+        """Return how often each special token stands in texts, in which it is plain
+        text."""
+        counts: Counter[str] = Counter()
+        for text in texts:
+            counts.update(self.special_pattern.findall(text))
+        return counts
 
     def decode(self, ids) -> str:
         """Return the text of `ids` (sequence, array or 1-D tensor); invalid UTF-8
@@ -309,6 +325,11 @@ class HubTokenizer(Tokenizer):
             )
         self.starts, self.eot = _begin_and_end(self.inner, ids, path, end_token)
         self.inner.encode_special_tokens = True  # in a text they are plain text
+        special = {END_OF_TEXT}
+        for token in self.inner.get_added_tokens_decoder().values():
+            if token.special and token.content:
+                special.add(token.content)
+        self.special_tokens = frozenset(special)
         self.bytes = _bytes_of_tokens(self.inner, ids, self.file)
         self.bytes[self.eot] = END_OF_TEXT.encode()
         self.begins_with_space = np.array([b.startswith(b" ") for b in self.bytes])
@@ -514,6 +535,15 @@ def _bytes_of_tokens(inner, ids: dict[str, int], file: bytes) -> list[bytes]:
         else:
             texts[i] = token.replace("▁", " ").encode()
     return texts
+
+
+def notes_on_special(counts: Counter[str]) -> list[str]:
+    """Return a note on each special token of `Tokenizer.count_special`."""
+    notes = []
+    for token, count in counts.items():
+        times = "time" if count == 1 else "times"
+        notes.append(f"{count:,} {times} {token} is read as ordinary text")
+    return notes
 
 
 def is_gpt2s(tokenizer: HubTokenizer) -> bool:

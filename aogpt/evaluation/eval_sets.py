@@ -17,7 +17,14 @@ from ..checkpoints import Loaded
 from ..data import loader
 from ..data.loader import TokenDataset
 from ..data.sources import decoded
-from ..data.tokenizers import HUB, HubTokenizer, get_tokenizer, other_tokenizer
+from ..data.tokenizers import (
+    END_OF_TEXT,
+    HUB,
+    HubTokenizer,
+    get_tokenizer,
+    notes_on_special,
+    other_tokenizer,
+)
 from ..orders import Roles
 from ..runtime.errors import UserError
 from ..runtime.files import sha256_file
@@ -56,6 +63,9 @@ class TextDataset(TokenDataset):
                 row = TextRow(tokens[part], counts[part], document)
                 if len(row.tokens) > loaded.scored_from:
                     rows.append(row)
+        counts_of_special = tokenizer.count_special(texts)
+        del counts_of_special[END_OF_TEXT]  # which is a token here
+        self.notes = notes_on_special(counts_of_special)
         self.rows = rows  # in the order of the texts
         self.tokens = np.concatenate(ids)
         self.folder = Path(loaded.path)

@@ -73,7 +73,7 @@ def space_note(text: str, tokenizer: Tokenizer) -> str | None:
     if " [MASK" not in text or is_of_characters:
         return None
     return (
-        "note: a mask after a space is filled as if the space were a word; leave the "
+        "a mask after a space is filled as if the space were a word; leave the "
         'space out, as in "The[MASK] ran"'
     )
 
