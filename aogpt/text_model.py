@@ -169,6 +169,19 @@ class TextModel:
         self.device = self.model.wte.weight.device
         self.block_size = self.model.config.block_size
 
+    def __repr__(self) -> str:
+        size = sum(parameter.numel() for parameter in self.model.parameters())
+        kind = "any order"
+        if self.model.config.l2r_only:
+            kind = "left to right"
+        elif self.model.config.is_encoder:
+            kind = "encoder"
+        return (
+            f"TextModel({self.loaded.description}; {kind}, {size / 1e6:.1f}M "
+            f"parameters, blocks of {self.block_size} tokens, {self.tokenizer.name}, "
+            f"{self.device})"
+        )
+
     def _warn_of_special(
         self, texts: list[str], but_end: bool = False, has_masks: bool = False
     ) -> None:

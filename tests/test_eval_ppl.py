@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -28,9 +29,11 @@ import eval_ppl
 import train
 from aogpt.checkpoints import load_model, store
 from aogpt.data.loader import TokenDataset, read_tokens, spread
+from aogpt.evaluation.eval_sets import read_text
 from aogpt.evaluation.likelihood import BatchRunner, Task
 from aogpt.objectives import ObjectiveConfig, token_score_entropy
 from aogpt.orders import OrderConfig, orders_at
+from aogpt.runtime.errors import UserError
 from aogpt.runtime.randomness import SCORED_ORDERS
 from aogpt.scoring import masked_log_probs, token_log_probs
 from convert import convert
@@ -293,6 +296,14 @@ def test_a_text_is_scored_in_the_order_that_the_model_would_decode_it_in(
     one, *paced_nlls = (report[name, 1]["nll"] for name in ("confidence", *paced))
     assert paced_nlls[0] == pytest.approx(one, rel=1e-6)
     assert paced_nlls[1] != one
+
+
+def test_a_pipe_with_a_name_is_no_text_file(tmp_path):
+    """Reading it would wait for a writer."""
+    path = tmp_path / "a.txt"
+    os.mkfifo(path)
+    with pytest.raises(UserError, match="not a regular file"):
+        read_text(str(path))
 
 
 def test_end_of_text_in_a_text_is_one_token_of_no_bytes(evaluate, run, tmp_path):

@@ -121,6 +121,13 @@ def test_mistakes_are_told(books):
             call()
 
 
+def test_a_model_says_what_it_is(books):
+    assert repr(books) == (
+        f"TextModel({books.loaded.description}; any order, 5.8M parameters, blocks of "
+        "256 tokens, english, cpu)"
+    )
+
+
 def test_a_command_without_a_text_says_so(monkeypatch):
     monkeypatch.setattr("sys.argv", ["aogpt", "fill", BOOKS])
     with pytest.raises(UserError, match="give a text after the model"):

@@ -104,7 +104,8 @@ def best_of(run_folder: Path) -> Path | None:
     pointer = Path(run_folder) / "best"
     if not pointer.is_file():
         return None
-    name = pointer.read_bytes()[:100].decode(errors="replace").strip()
+    with open(pointer, "rb") as file:
+        name = file.read(100).decode(errors="replace").strip()
     if "/" in name or step_of(Path(name)) is None:
         raise CheckpointError(
             f"{pointer} does not hold the name of a checkpoint (step_N)"

@@ -358,7 +358,10 @@ def open_texts(
 
 def read_text(path: str) -> str:
     """Return a text file or standard input, with line ends of Unix."""
-    text = decoded(expand_home(path).read_bytes(), path)
+    file = expand_home(path)
+    if file.is_fifo() and path != "/dev/stdin":  # to read one would wait
+        raise UserError(f"{path} is not a regular file; copy its contents to one")
+    text = decoded(file.read_bytes(), path)
     return text.replace("\r\n", "\n")
 
 
