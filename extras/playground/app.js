@@ -85,7 +85,7 @@ function drawSums(parent, views) {
 function draw() {
   const { error, views = [] } = props.value || {};
   element.replaceChildren();
-  add(element, "p", "error", error || "").setAttribute("role", "status");
+  if (error) add(element, "p", "error", error).setAttribute("role", "status");
   if (!views.length) return;
   const texts = add(element, "div", "columns");
   views.forEach((view, number) => {
