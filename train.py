@@ -23,7 +23,6 @@ python -m studies.plot draws its curves."""
 import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 
 # isort: split
-import shlex
 import sys
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -55,9 +54,9 @@ from aogpt.training.checkpoint import (
     State,
     better_of,
     check_epochs,
-    newest_and_best,
     start,
 )
+from aogpt.training.closing import closing_lines
 from aogpt.training.config import Config
 from aogpt.training.metrics import Log, in_units, size_notes
 from aogpt.training.optimizers import MAX_GRAD_NORM, learning_rate
@@ -110,7 +109,6 @@ def train(config: Config, procs: Processes) -> int:
         state = start(config, data.meta, procs)
         check_epochs(epochs, data.num_blocks, config, state.progress)
         first_step = state.progress.step
-        saved: Path | None = folder
         if state.progress.step < config.train.steps:
             if procs.main:
                 write_text(folder / "config.toml", configuration.to_toml(config))
@@ -118,43 +116,8 @@ def train(config: Config, procs: Processes) -> int:
                 if tokenizer in FILES:
                     get_tokenizer(tokenizer, folder=source).keep(folder)
             print_summary(config, procs, state, data)
-            saved = training_loop(
-                config, procs, state, data, val_data=val_data, stop=stop
-            )
-    if saved is None:
-        raise CheckpointError(
-            "the last checkpoint was not written: free some disk space and run the "
-            "same command"
-        )
-    step = state.progress.step
-    skipped = ""
-    if state.progress.skipped:
-        skipped = (
-            f", {state.progress.skipped} of them skipped (loss or gradient not finite)"
-        )
-    procs.print0(newest_and_best(config, state.progress))
-    if step < config.train.steps:
-        procs.print0(
-            f"stopped at step {step}{skipped} and saved {saved}; run the same command "
-            "to continue"
-        )
-    else:
-        mode = " --temperature 0.7 --top-p 0.9"
-        orders, _ = config.last_stage()
-        if data.of_records:
-            mode = ' --mode l2r --prompt "..." --until-end'
-        elif not (config.model.is_encoder or orders.is_any_order or orders.is_l2r):
-            mode = (
-                f" --order {shlex.quote(orders.option)}" + mode
-            )  # it knows no other orders
-        elif not config.model.is_encoder and not config.model.l2r_only:
-            mode = " --mode l2r" + mode  # reads best
-        finished = f"finished {step} steps{skipped}"
-        more = "more --train.steps"
-        if step == first_step:
-            finished = f"{folder} was finished before, at step {step}: no step trained"
-            more += " or another --name"
-        procs.print0(f"{finished}; next: python sample.py {folder}{mode}, or {more}")
+            training_loop(config, procs, state, data, val_data=val_data, stop=stop)
+    procs.print0(closing_lines(config, state.progress, first_step, data.of_records))
     return 0
 
 
@@ -165,9 +128,9 @@ def training_loop(
     data: TokenDataset,
     val_data: TokenDataset | None,
     stop: StopRequest,
-) -> Path | None:
-    """Train until the last step or a signal. Returns the path of the last checkpoint,
-    None if it could not be written. val_data: None without validation."""
+) -> None:
+    """Train until the last step or a signal. val_data: None without validation. Raises
+    CheckpointError if the last checkpoint could not be written."""
     t = config.train
     progress = state.progress
     objective = config.objective.definition
@@ -247,7 +210,11 @@ def training_loop(
                     log.restart_clock()
     if stop.error is not None:
         raise stop.error
-    return saver.written
+    if saver.written is None:
+        raise CheckpointError(
+            "the last checkpoint was not written: free some disk space and run the "
+            "same command"
+        )
 
 
 def validate(

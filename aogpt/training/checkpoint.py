@@ -466,27 +466,3 @@ def not_finite_message(config: Config, progress: Progress, name: str) -> str:
         f"{path}. Lower --optim.lr and start again; if no loss after that checkpoint "
         "is finite, remove it and all later ones"
     )
-
-
-def newest_and_best(config: Config, progress: Progress) -> str:
-    """Return the validation losses of the newest and the best checkpoint, for the end
-    of a run."""
-    best = progress.best
-    losses = saved_losses(config)
-    loss = "not validated"
-    if progress.step in losses:
-        value = losses[progress.step]
-        loss = "validation loss not finite"
-        if value is not None:
-            loss = f"validation loss {value:.4f}"
-    newest = f"step {progress.step} ({loss})"
-    if best is None and not losses:
-        return "no checkpoint has been validated yet (--eval.interval)"
-    if best is None:
-        return f"newest checkpoint: {newest}; none has been chosen as the best"
-    if best["step"] == progress.step:
-        return f"the newest checkpoint, {newest}, is the best"
-    return (
-        f"newest checkpoint: {newest}, which scripts use; best: step {best['step']} "
-        f"(validation loss {best['loss']:.4f}), --checkpoint best"
-    )
