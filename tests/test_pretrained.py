@@ -494,7 +494,7 @@ def test_loading_needs_little_more_memory_than_the_weights(llama, tmp_path):
     ),
 )
 def test_the_documented_warm_start_adds_no_weights(kind, target, tmp_path):
-    """The command line of docs/systems.md, at a rate of 0."""
+    """The command line of docs/weights.md, at a rate of 0."""
     write_model(tmp_path / "source", kind)
     data = tmp_path / "data"
     text = tmp_path / "text.txt"
