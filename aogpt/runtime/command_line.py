@@ -2,6 +2,7 @@
 printing."""
 
 import functools
+import gc
 import inspect
 import os
 import re
@@ -151,6 +152,9 @@ def run_script(main: Callable[[], int | None]) -> None:
     """Run a script's main and exit, unless an option is given twice. UserError, OSError
     and a lack of memory or processes print one line and exit with status 2
     (AOGPT_TRACEBACK=1 adds the traceback), Ctrl-C with status 130."""
+    if not gc.isenabled():  # see environment.py
+        gc.freeze()
+        gc.enable()
     open_closed_streams()
     # for characters that the terminal cannot show
     if hasattr(sys.stdout, "reconfigure"):
