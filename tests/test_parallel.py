@@ -257,9 +257,7 @@ def pairs(short, run):
     return pairs
 
 
-@pytest.mark.parametrize(
-    "name", [*SYSTEMS, "muon", "muon, replicas", "random lengths", "started"]
-)
+@pytest.mark.parametrize("name", [*SYSTEMS, "muon", "muon, replicas", "started"])
 def test_every_system_takes_the_same_steps_on_two_processes_as_alone(
     pairs, everywhere, name
 ):
