@@ -1,5 +1,5 @@
-"""aogpt/training/config.py: files, overrides, and errors that name key, file and
-nearest valid name."""
+"""aogpt/training/config.py: files, overrides, and errors that name key and
+file."""
 
 import collections
 import copy
