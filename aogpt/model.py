@@ -288,17 +288,25 @@ def inverse_permutation(order: Tensor) -> Tensor:
 
 
 # ---- layers --------------------------------------------------------------------------
-#
-# A layer describes its parameters by its type or by the following attributes, so that
-# nothing depends on the name of a parameter (systems/parameters.py):
-#
-#     init_std       std of the initial values of a matrix, if not 0.02
-#     initial        {parameter: value} of parameters that start at one value
-#     conditions     parameters that tell the model which position to predict
-#     matrices()     what Muon orthogonalises, with rows of each part
-#     make_neutral() sets values with which the layer changes no output of a model
 
 Matrices = list[tuple[Tensor, list[int]]]
+
+
+class Layer(nn.Module):
+    """A layer that describes its parameters, so that nothing depends on their names
+    (systems/parameters.py)."""
+
+    init_std = 0.02  # of the initial values of its matrices
+    initial: dict[str, float] = {}  # parameters that start at one value
+    # parameters that tell the model which position to predict
+    conditions: tuple[str, ...] = ()
+
+    def matrices(self) -> Matrices:
+        """Return the weights that Muon orthogonalises, with the rows of each part."""
+        return []
+
+    def make_neutral(self) -> None:
+        """Set values with which a new layer changes no output of a model."""
 
 
 class RMSNorm(nn.RMSNorm):
@@ -345,7 +353,7 @@ class PositionTable(nn.Embedding):
         return self.weight[first:][: table.num_embeddings]
 
 
-class TargetTable(PositionTable):
+class TargetTable(PositionTable, Layer):
     """A learned vector for each target position."""
 
     conditions = ("weight",)
@@ -377,7 +385,7 @@ class ConditionTable(TargetTable):
         learn nothing from zeros."""
 
 
-class AdaLN(nn.Linear):
+class AdaLN(nn.Linear, Layer):
     """A layer that computes a shift and a scale for each norm, and a gate for each
     output of a block, from a vector (..., cond_dim)."""
 
@@ -398,7 +406,7 @@ class AdaLN(nn.Linear):
         nn.init.ones_(gates)
 
 
-class Projection(nn.Linear):
+class Projection(nn.Linear, Layer):
     """The linear layer back to the residual stream, (..., width) -> (..., D). There are
     2 n_layer of these, whose outputs add up, so their initial values are smaller."""
 
@@ -454,7 +462,7 @@ def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat([turned_a, turned_b], dim=-1)
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """The self-attention of a block. The pass decides which inputs a step sees."""
 
     initial = {"mix": 0.5}
@@ -516,7 +524,7 @@ class Attention(nn.Module):
         return [(self.qkv.weight, rows_of_qkv), (self.proj.weight, rows_of_proj)]
 
 
-class MLP(nn.Module):
+class MLP(Layer):
     """An MLP: two layers with a GELU between them, or SwiGLU."""
 
     def __init__(self, c: ModelConfig):
@@ -659,13 +667,12 @@ class HeadLoss(nn.Module):
 # ---- models --------------------------------------------------------------------------
 
 
-class Transformer(nn.Module):
+class Transformer(Layer):
     """The base of every system: a table of tokens, blocks, a final norm, a head.
 
     A system adds its inputs and a pass, which decides what its blocks see. Parameters
     are counted and saved in the order in which they are made."""
 
-    conditions: tuple[str, ...] = ()
     # Whether queries are inputs of their own (systems/two_stream.py, mask_query.py).
     # Then no key depends on a target, and one pass predicts all groups of steps, each
     # from the groups before it.

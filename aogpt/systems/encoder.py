@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..model import (
     Block,
     HeadLoss,
+    Layer,
     ModelConfig,
     Pass,
     PositionTable,
@@ -180,7 +181,7 @@ class Encoder(Transformer):
         return self.head(x)[..., : self.mask_token]
 
 
-class NoiseEmbedding(nn.Module):
+class NoiseEmbedding(Layer):
     """A layer that computes a vector (B, dim) from a noise level (B,): 256 cosines and
     sines, then an MLP (SEDD)."""
 

@@ -1,13 +1,13 @@
 """Parameters: initial values (the paper, section 3 and appendix B), counts.
 
-A layer describes its parameters: see "layers" in model.py."""
+A `Layer` describes its parameters."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..model import Matrices, ModelConfig, PositionTable, Transformer
+from ..model import Layer, Matrices, ModelConfig, PositionTable, Transformer
 
 
 def init_weights(model: Transformer, generator: torch.Generator | None = None) -> None:
@@ -30,9 +30,8 @@ def init_weight(
     as model.position_init says, and the values that a layer names in `initial`."""
     parent, _, leaf = name.rpartition(".")
     layer = model.get_submodule(parent)
-    initial = getattr(layer, "initial", {})
-    if leaf in initial:
-        nn.init.constant_(p, initial[leaf])
+    if isinstance(layer, Layer) and leaf in layer.initial:
+        nn.init.constant_(p, layer.initial[leaf])
     elif leaf == "bias" and isinstance(layer, nn.Linear | nn.LayerNorm):
         nn.init.zeros_(p)
     elif isinstance(layer, nn.RMSNorm | nn.LayerNorm):
@@ -42,7 +41,7 @@ def init_weight(
         waves = sinusoids(rows, p.shape[1], layer.wave_std)
         p.copy_(waves[layer.first_wave :])
     else:
-        std = getattr(layer, "init_std", 0.02)
+        std = layer.init_std if isinstance(layer, Layer) else Layer.init_std
         nn.init.trunc_normal_(
             p,
             std=std,
@@ -93,8 +92,9 @@ def conditioning_parameters(model: Transformer) -> set[nn.Parameter]:
     """Return the parameters that condition the model on target positions or noise."""
     parameters = set()
     for module in model.modules():
-        for name in getattr(module, "conditions", ()):
-            parameters.add(module.get_parameter(name))
+        if isinstance(module, Layer):
+            for name in module.conditions:
+                parameters.add(module.get_parameter(name))
     return parameters
 
 
@@ -103,9 +103,8 @@ def matrices_of(model: nn.Module) -> Matrices:
     of each part: Muon orthogonalises them."""
     matrices: Matrices = []
     for layer in model.modules():
-        of_layer = getattr(layer, "matrices", None)
-        if of_layer is not None:
-            matrices += of_layer()
+        if isinstance(layer, Layer):
+            matrices += layer.matrices()
     return matrices
 
 

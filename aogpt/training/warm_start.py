@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints import CheckpointError
-from ..model import ModelConfig, PositionTable, Transformer
+from ..model import Layer, ModelConfig, PositionTable, Transformer
 from ..systems import position_tables, system_of
 
 # Keys of layers that a start adds only where the user sets them.
@@ -103,7 +103,7 @@ def warm_start(model: Transformer, source: Transformer) -> None:
     layers = dict(source.named_modules())
     for name, layer in model.named_modules():
         if name not in layers:
-            if hasattr(layer, "make_neutral"):
+            if isinstance(layer, Layer):
                 layer.make_neutral()
             continue
         weights = dict(layers[name].named_parameters(recurse=False))
