@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .sampling import generate
     from .text_model import (
         Alternative,
+        Joint,
         Likely,
         Sample,
         Scored,
@@ -27,6 +28,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "Alternative",
+    "Joint",
     "Likely",
     "Sample",
     "Scored",

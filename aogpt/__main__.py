@@ -14,6 +14,7 @@ import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 # isort: split
 
 import math
+import re
 import sys
 import warnings
 from typing import Annotated, Any
@@ -43,10 +44,21 @@ def load(path: str, texts: list[str]):
 
 
 def score(
-    model: Model, texts: Texts, order: str = "l2r", seed: int = 0, end: bool = False
+    model: Model,
+    texts: Texts,
+    order: str = "l2r",
+    seed: int = 0,
+    end: bool = False,
+    predict: tuple[str, ...] = (),
+    orders: int = 1,
 ) -> None:
-    """Print log p (nats) of the tokens of texts; --end scores the end, too."""
-    for scored in load(model, texts).score(texts, order, seed, end):
+    """Print log p (nats) of the tokens of texts; --end scores the end, too. --predict
+    3:7 20:21 scores these characters alone, given all others; --orders 16 averages."""
+    spans = [span_of(words) for words in predict] or None
+    scores = load(model, texts).score(
+        texts, order, seed, end, predict=spans, orders=orders
+    )
+    for scored in scores:
         for piece, log_prob in zip(scored.pieces, scored.log_probs, strict=True):
             values = "        -        -"
             if log_prob is not None:
@@ -56,6 +68,14 @@ def score(
             f"{-scored.nats:9.3f} nats, {scored.scored} tokens, "
             f"{scored.bits_per_byte:.4f} bits a byte"
         )
+
+
+def span_of(words: str) -> tuple[int, int]:
+    """Return the span of characters that FIRST:LAST is."""
+    span = re.fullmatch(r"(\d{1,9}):(\d{1,9})", words)
+    if span is None:
+        raise UserError(f"--predict {words:.40}: give characters as 3:7")
+    return int(span[1]), int(span[2])
 
 
 def rank(model: Model, texts: Texts, end: bool = False) -> None:

@@ -77,6 +77,34 @@ def token_log_probs(
 
 
 @torch.no_grad()
+def joint_log_probs(
+    model: Transformer, tokens: Tensor, order: Tensor, known: int, vocab_size: int
+) -> Tensor:
+    """Return log p(x[order[b, i]] | x[order[b, :i]]) of the steps from `known` on,
+    float64 (B, T - known), nats, among the first `vocab_size` ids alone: the sum of a
+    row is the exact log-probability of its last tokens given the first ones.
+
+    tokens, order: LongTensor (B, T), as of `token_log_probs`. It takes one pass of a
+    decoder, and one for each of these steps of an encoder."""
+    check_tokens(model, tokens, order)
+    check_permutations(order)
+    if model.config.is_encoder:
+        encoder: Any = model  # of systems/encoder.py
+        row = torch.arange(len(tokens), device=tokens.device)
+        states = []
+        for step in range(known, order.shape[1]):
+            masked = torch.zeros_like(tokens, dtype=torch.bool)
+            masked.scatter_(1, order[:, step:], True)
+            states.append(encoder.masked_hidden(tokens, masked)[row, order[:, step]])
+        logits = encoder.head_logits(torch.stack(states, dim=1))
+    else:
+        logits = model.head_logits(model.hidden(tokens, order)[:, known:])
+    log_probs = logits[..., :vocab_size].double().log_softmax(dim=-1)
+    targets = tokens.gather(1, order)[:, known:]
+    return log_probs.gather(2, targets[..., None]).squeeze(2)
+
+
+@torch.no_grad()
 def masked_log_probs(
     model: Transformer, tokens: Tensor, masked: Tensor, lengths: Tensor | None = None
 ) -> Tensor:

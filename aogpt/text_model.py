@@ -30,7 +30,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from . import checkpoints
 from .data.pieces import token_text
-from .data.tokenizers import END_OF_TEXT, notes_on_special
+from .data.tokenizers import (
+    END_OF_TEXT,
+    notes_on_special,
+    without_lone_surrogates,
+)
 from .orders import orders_at, parse_order
 from .runtime.devices import pick_device
 from .runtime.errors import UserError
@@ -39,7 +43,7 @@ from .runtime.randomness import SCORED_ORDERS
 from .runtime.validation import Count, Seed, check_value
 from .sampling import gaps, modes
 from .sampling.modes import Context, DecodingOptions
-from .scoring import masked_logits, token_log_probs
+from .scoring import joint_log_probs, masked_logits, token_log_probs
 
 TEMPERATURE = 0.7  # of generated text
 BATCH_TOKENS = 4096  # of texts that are scored in one pass
@@ -78,6 +82,23 @@ class Scored:
         if not self.bytes:
             return math.nan
         return self.nats / math.log(2) / self.bytes
+
+
+@dataclass(frozen=True)
+class Joint(Scored):
+    """The probability of some tokens of a text given all others. The log-probabilities
+    are those of the first order, None where a token is given."""
+
+    log_prob: float  # of all predicted tokens together; over orders, of the mean
+    standard_error: float  # of log_prob, from the choice of orders; 0 if all are scored
+
+    @property
+    def nats(self) -> float:
+        """Return -log p of the predicted tokens given all others."""
+        return -self.log_prob
+
+
+Span = tuple[int, int]  # of characters: from, to, as in text[from:to]
 
 
 @dataclass(frozen=True)
@@ -205,8 +226,13 @@ class TextModel:
         order: str | Tensor = "l2r",
         seed: int = 0,
         end: bool = False,
-    ) -> list[Scored]:
-        """Score texts: log p of every token, given those before it in an order.
+        *,
+        predict: Sequence[Span] | None = None,
+        orders: int = 1,
+    ) -> Sequence[Scored]:
+        """Score texts: log p of every token, given those before it in an order; with
+        `predict`, the probability of parts of a text given all the rest of it, as
+        `Joint`.
 
         Args:
             texts: scored in batches. Longer texts than a block are scored in blocks,
@@ -215,13 +241,29 @@ class TextModel:
             order: "l2r", "random" or another kind of orders.py, or a permutation (T,).
             seed: the seed of the orders, which are the same for texts of one length.
             end: score the end of each text, too, as one more token.
+            predict: spans of characters, the same in each text: [(3, 7), (20, 21)] are
+                text[3:7] and text[20:21]. log p of their tokens given all others is
+                exact, in one pass (an encoder takes one for each token). Half a token
+                is widened to the whole one, with a warning.
+            orders: the predicted tokens as written (1), or the mean of their
+                probabilities over K orders drawn by the seed; over all, if K reaches
+                their number.
 
         A model without a start token does not score the first token of an order: its
         log_prob is None. Raises UserError for a text of which no token can be scored,
         and for masks."""
         check_value(seed, Seed, "seed")
+        check_value(orders, Count, "orders")
         texts = checked_texts(texts)
         self._warn_of_special(texts, but_end=True)
+        if predict is not None:
+            if order != "l2r" or end:
+                raise UserError(
+                    "predict has orders of its own: leave out order and end"
+                )
+            return self._joints(texts, predict, orders, seed)
+        if orders > 1:
+            raise UserError("orders are of predict; leave one of them out")
         for text in texts:
             brackets = BRACKETS.search(text)
             if brackets is not None:
@@ -254,6 +296,113 @@ class TextModel:
                 log_probs += next(log_probs_of_blocks)
             results.append(self._scored(text, ids, log_probs, end))
         return results
+
+    def _joints(
+        self, texts: list[str], spans: Sequence[Span], count: int, seed: int
+    ) -> list[Joint]:
+        """Return p(tokens of the spans | all others) of each text."""
+        self._check_any_order()
+        rows = []
+        predicted = []
+        for place, text in enumerate(texts, 1):
+            with in_list(place, len(texts)):
+                ids = self._ids_to_score(text, end=False)
+                if len(ids) > self.block_size:
+                    raise UserError(
+                        f"the text has {len(ids)} tokens, more than a block, "
+                        f"{self.block_size}: give the part that matters"
+                    )
+                positions = self._positions_of(text, ids, spans)
+                if len(ids) - len(positions) < self.loaded.scored_from:
+                    raise UserError(
+                        "this model has no start token, so it cannot score the first "
+                        "token: leave one out of predict"
+                    )
+                rows.append(ids)
+                predicted.append(positions)
+        batches: dict[tuple[int, int], list[int]] = {}
+        for number, (ids, positions) in enumerate(zip(rows, predicted, strict=True)):
+            batches.setdefault((len(ids), len(positions)), []).append(number)
+        joints: dict[int, Joint] = {}
+        for (length, size), numbers in batches.items():
+            permutations, is_whole = orders_of(size, count, seed)
+            at_once = max(1, BATCH_TOKENS // (length * len(permutations)))
+            for start in range(0, len(numbers), at_once):
+                batch = numbers[start : start + at_once]
+                scores = self._joint_scores(
+                    [rows[number] for number in batch],
+                    [predicted[number] for number in batch],
+                    permutations,
+                )
+                for number, log_probs in zip(batch, scores, strict=True):
+                    by_position: list[float | None] = [None] * length
+                    first = permutations[0].tolist()
+                    for place, log_prob in zip(first, log_probs[0], strict=True):
+                        by_position[predicted[number][place]] = float(log_prob)
+                    joints[number] = joint_of(
+                        self._scored(
+                            texts[number], rows[number], by_position, end=False
+                        ),
+                        log_probs.sum(dim=1),
+                        is_whole,
+                    )
+        return [joints[number] for number in range(len(texts))]
+
+    def _joint_scores(
+        self,
+        rows: list[list[int]],
+        predicted: list[list[int]],
+        permutations: Tensor,
+    ) -> Tensor:
+        """Return log p of the predicted tokens of each row in the K orders (K, S) of
+        them, (rows, K, S); all rows have one length."""
+        length = len(rows[0])
+        count, size = permutations.shape
+        orders = []
+        for positions in predicted:
+            given = sorted(set(range(length)) - set(positions))
+            for permutation in permutations.tolist():
+                orders.append([*given, *(positions[place] for place in permutation)])
+        log_probs = joint_log_probs(
+            self.model,
+            torch.tensor(rows, device=self.device).repeat_interleave(count, dim=0),
+            torch.tensor(orders, device=self.device),
+            known=length - size,
+            vocab_size=self.loaded.vocab_size,
+        )
+        return log_probs.cpu().unflatten(0, (len(rows), count))
+
+    def _positions_of(
+        self, text: str, ids: list[int], spans: Sequence[Span]
+    ) -> list[int]:
+        """Return the positions of the tokens that spans of characters touch."""
+        check_spans(spans, len(text))
+        tokens = [self.tokenizer.to_bytes([token]) for token in ids]
+        data = b"".join(tokens)
+        shift = int(self.tokenizer.adds_space and data.startswith(b" "))
+        if data[shift:] != without_lone_surrogates(text).encode():
+            raise UserError(
+                "the tokenizer changes this text, so spans of its characters are not "
+                "those of tokens: write it as the tokenizer does"
+            )
+        starts = [0, *itertools.accumulate(map(len, tokens))]
+        positions = []
+        for first, last in spans:
+            begin = shift + len(without_lone_surrogates(text[:first]).encode())
+            stop = shift + len(without_lone_surrogates(text[:last]).encode())
+            touched = []
+            for position in range(len(ids)):
+                if starts[position] < stop and starts[position + 1] > begin:
+                    touched.append(position)
+            widened = data[starts[touched[0]] : starts[touched[-1] + 1]]
+            if widened.strip() != data[begin:stop].strip():
+                warnings.warn(
+                    f"{first}:{last} is widened to whole tokens, "
+                    f"{widened.decode(errors='replace')!r}",
+                    stacklevel=4,
+                )
+            positions += touched
+        return sorted(set(positions))
 
     def _ids_to_score(self, text: str, end: bool) -> list[int]:
         """Return the tokens of a text, and with `end` an end-of-text."""
@@ -539,6 +688,64 @@ class TextModel:
         for whole, total, share in zip(wholes, totals, shares, strict=True):
             alternatives.append(Alternative(whole, log_prob=total, share=share))
         return sorted(alternatives, key=lambda alternative: -alternative.log_prob)
+
+
+def check_spans(spans: Any, length: int) -> None:
+    """Raise UserError unless spans are pairs of places in a text of this length that do
+    not overlap."""
+    if not isinstance(spans, list | tuple) or not spans:
+        raise UserError("predict takes spans of characters, such as [(3, 7), (20, 21)]")
+    last = 0
+    for span in sorted(spans, key=str):
+        is_pair = isinstance(span, list | tuple) and len(span) == 2
+        if not is_pair or not all(type(place) is int for place in span):
+            raise UserError(f"{span!r:.40} is no span of characters, such as (3, 7)")
+        if not 0 <= span[0] < span[1] <= length:
+            raise UserError(
+                f"the span {span[0]}:{span[1]} is empty or not in the text, which has "
+                f"{length} characters"
+            )
+    for begin, end in sorted(spans):
+        if begin < last:
+            raise UserError(f"the span {begin}:{end} overlaps another one")
+        last = end
+
+
+def orders_of(size: int, count: int, seed: int) -> tuple[Tensor, bool]:
+    """Return orders of `size` tokens, LongTensor (K, size), and whether they are all
+    that count: as written, `count` random ones, or all there are."""
+    if count == 1:
+        return torch.arange(size)[None], True
+    if size < 9 and count >= math.factorial(size):
+        return torch.tensor(list(itertools.permutations(range(size)))), True
+    config = parse_order("random", "order")
+    orders = orders_at(
+        config,
+        seed=seed,
+        step=0,
+        rows=range(count),
+        length=size,
+        stream=SCORED_ORDERS,
+    )
+    return orders, False
+
+
+def joint_of(scored: Scored, totals: Tensor, is_whole: bool) -> Joint:
+    """Return the scores of a text with the mean of the probability over K orders.
+    totals (K,): its logarithm in each order; is_whole: these are all orders."""
+    count = len(totals)
+    error = 0.0
+    if not is_whole:
+        probabilities = (totals - totals.amax()).exp()
+        error = float(probabilities.std() / probabilities.mean()) / math.sqrt(count)
+    return Joint(
+        pieces=scored.pieces,
+        log_probs=scored.log_probs,
+        bytes=scored.bytes,
+        ids=scored.ids,
+        log_prob=float(totals.logsumexp(dim=0)) - math.log(count),
+        standard_error=error,
+    )
 
 
 def alternatives_of(text: str) -> list[str]:

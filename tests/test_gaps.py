@@ -1,5 +1,6 @@
 """Texts from Python and the command line: aogpt/text_model.py, aogpt/__main__.py."""
 
+import itertools
 import math
 
 import pytest
@@ -13,9 +14,19 @@ from aogpt.checkpoints import Loaded
 from aogpt.data.tokenizers import get_tokenizer
 from aogpt.runtime.errors import UserError
 from aogpt.sampling import gaps
-from aogpt.scoring import masked_logits, token_log_probs
+from aogpt.scoring import joint_log_probs, masked_logits, token_log_probs
 
 BOOKS = "results/books_model"
+SYSTEMS_OF_ANY_ORDER = [
+    "AO-GPT",
+    "target rotary",
+    "two_stream",
+    "mask_query",
+    "Llama, A3",
+    "encoder AO-GPT",
+    "RADD",
+    "SEDD",
+]
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +75,79 @@ def test_scores_are_those_of_each_text_alone(system):
         expected = token_log_probs(text.model, tokens, order)[0].tolist()
         assert scored.log_probs == pytest.approx(expected, abs=1e-4)
         assert scored.nats == pytest.approx(-math.fsum(expected), abs=1e-3)
+
+
+@pytest.mark.parametrize("system", SYSTEMS_OF_ANY_ORDER)
+def test_joints_of_any_tokens_given_the_rest_sum_to_one(system):
+    """Of an alphabet of four: every set of two of four tokens, in both orders. Above
+    the alphabet the model has other ids, which count for nothing."""
+    model = make_system(system, 3, tokens=6, block_size=4, dtype=torch.float64).eval()
+    tokens = torch.tensor(list(itertools.product(range(4), repeat=2)))  # (16, 2)
+    for positions in itertools.permutations(range(4), 2):
+        given = [place for place in range(4) if place not in positions]
+        x = torch.full((16, 4), 2)
+        x[:, list(positions)] = tokens
+        order = torch.tensor([*given, *positions]).repeat(16, 1)
+        log_probs = joint_log_probs(model, x, order, known=2, vocab_size=4)
+        total = log_probs.sum(dim=1).exp().sum()
+        assert math.isclose(float(total), 1, rel_tol=1e-9)
+        whole = joint_log_probs(model, x, order, known=2, vocab_size=6)
+        expected = token_log_probs(model, x, order, prompt_lengths=torch.full((16,), 2))
+        assert torch.allclose(whole, expected[:, 2:])
+
+
+@pytest.mark.parametrize("system", ["AO-GPT", "RADD"])
+def test_parts_of_a_text_are_scored_given_the_rest(system):
+    text = small(system)
+    (one,) = text.score(["abcd"], predict=[(1, 2)])
+    ((likely,),) = text.blanks(["a[MASK]cd"], top=257)
+    (expected,) = [row.probability for row in likely if row.id == ord("b")]
+    assert math.isclose(math.exp(one.log_prob), expected, rel_tol=1e-5)
+    assert [value is None for value in one.log_probs] == [True, False, True, True]
+    assert (one.scored, one.bytes, one.nats) == (1, 1, -one.log_prob)
+    # Both orders of two tokens, by the chain rule.
+    spans = [(0, 1), (2, 4)]
+    texts = ["abcd", "xyzw", "abc"]
+    with pytest.raises(UserError, match="text 3 of 3: the span 2:4 is"):
+        text.score(texts, predict=spans)
+    joints = text.score(texts[:2], predict=spans, orders=6)
+    for joint, words in zip(joints, texts, strict=False):
+        assert joint.standard_error == 0
+        (again,) = text.score([words], predict=spans, orders=6)
+        assert math.isclose(joint.log_prob, again.log_prob, rel_tol=1e-5)
+        each = []
+        for order in itertools.permutations([0, 2, 3]):
+            (scored,) = text.score([words], torch.tensor([1, *order]))
+            each.append(sum(scored.log_probs[position] for position in order))
+        mean = math.log(sum(map(math.exp, each)) / 6)
+        assert math.isclose(joint.log_prob, mean, rel_tol=1e-4)
+    (some,) = text.score(["abcd"], predict=spans, orders=5)
+    assert some.standard_error > 0
+    assert abs(some.log_prob - joints[0].log_prob) < 6 * some.standard_error
+
+
+def test_spans_are_of_whole_tokens_in_the_text(books):
+    (joint,) = books.score(["The mother smiled."], predict=[(4, 10)])
+    assert [value is None for value in joint.log_probs[:3]] == [True, False, True]
+    with pytest.warns(UserWarning, match="4:6 is widened to whole tokens, ' mother'"):
+        (widened,) = books.score(["The mother smiled."], predict=[(4, 6)])
+    assert widened == joint
+    for spans, words in (
+        ([(4, 4)], "4:4 is empty or not in the text"),
+        ([(4, 99)], "4:99 is empty or not in the text"),
+        ([(4, 8), (6, 9)], "6:9 overlaps"),
+        ([], "predict takes spans"),
+        ([("a", 1)], "is no span"),
+    ):
+        with pytest.raises(UserError, match=words):
+            books.score(["The mother smiled."], predict=spans)
+    with pytest.raises(UserError, match="leave out order"):
+        books.score(["The mother."], "random", predict=[(4, 10)])
+    with pytest.raises(UserError, match="plain GPT"):
+        small("GPT-2").score(["abc"], predict=[(0, 1)])
+    two = "é日"  # each of several tokens of bytes
+    (joint,) = small("AO-GPT").score([two], predict=[(1, 2)])
+    assert [value is None for value in joint.log_probs] == [True] * 2 + [False] * 3
 
 
 def test_text_that_is_perhaps_not_meant_so_gets_a_warning(books, monkeypatch, capsys):
@@ -138,6 +222,7 @@ def test_a_command_without_a_text_says_so(monkeypatch):
     "words, answer",
     [
         (["score", BOOKS, "The old horse."], "bits a byte"),
+        (["score", BOOKS, "The old horse.", "--predict", "4:7", "8:13"], "2 tokens"),
         (["rank", BOOKS, "The [cat|tax] barked."], "%"),
         (["fill", BOOKS, "She[MASK:3] home.", "--seed", "1"], "home."),
         (["blanks", BOOKS, "The cat[MASK] home.", "--top", "3"], "%"),
