@@ -574,12 +574,14 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
     before = old_meta.get("settings", {})
     settings = meta["settings"]
     changed = []
-    # An older folder lacks newer keys, and has keys of removed options.
     for key in settings | before:
-        if before.get(key) != settings.get(key):
-            is_off = not before.get(key) and not settings.get(key)
-            if not is_off or (key in before and key in settings):
-                changed.append(key)
+        old = before.get(key)
+        new = settings.get(key)
+        # An older folder lacks newer keys, and has those of removed options.
+        is_off = not old and not new
+        is_known = key in before and key in settings
+        if old != new and (is_known or not is_off):
+            changed.append(key)
     if old_meta.get("source") != meta["source"]:
         changed.append("source")
     other = other_tokenizer(old_meta, meta)
