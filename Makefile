@@ -9,6 +9,7 @@
 # make playground: a page in the browser on which the books model fills in your text.
 # make gpu:        is everything right on this GPU? docs/gpu.md
 # make reproduce: the paper's zero-shot tables from released weights, downloaded (OPTIONS=--quick for a part of each set).
+# make golden:     do the debug configs have the losses of tests/golden.json? OPTIONS=--record records them on this machine.
 # make soak:       jobs of several processes that are killed, stopped and hung, a quarter of an hour: results/soak.details.md.
 # make fuzz:       malformed files and options, an hour: studies/fuzz.py.
 # All install pinned requirements and this package into .venv (requirements/install.py), which they create unless it
@@ -26,7 +27,7 @@ SMALL := --tokenizer english --block-size 128
 CHOICE := --temperature 0.7 --top-p 0.9
 eval-smoke soak fuzz playground: export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart quickstart-steps test test-all test-studies lint types docs eval-smoke playground gpu reproduce soak fuzz clean
+.PHONY: quickstart quickstart-steps test test-all test-studies lint types docs eval-smoke playground gpu golden reproduce soak fuzz clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.requirements
@@ -79,6 +80,9 @@ playground: $(VENV)/.requirements-playground
 
 gpu: $(VENV)/.requirements-dev
 	$(PY) -m pytest -m gpu --numprocesses=1
+
+golden: $(VENV)/.requirements-dev
+	PYTHONPATH=. $(PY) tests/golden.py $(OPTIONS)
 
 reproduce: $(VENV)/.requirements
 	$(PY) -m studies.reproduce $(OPTIONS)

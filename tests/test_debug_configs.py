@@ -1,9 +1,11 @@
 """Every system, through the scripts: its debug config trains, resumes, is evaluated and
 sampled."""
 
+import copy
 import json
 import math
 
+import golden
 import pytest
 import torch
 from helpers import ROOT, read_lines, some_slow
@@ -77,3 +79,15 @@ def test_an_adaln_decoder_starts_as_the_gpt2_it_is_given(printed, data, tmp_path
         load_model(tmp_path / "any_order", weights="raw"), tokens, order
     )
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)  # float32
+
+
+def test_golden_losses_are_of_every_debug_config():
+    """`make golden` compares them: they are those of one machine."""
+    recorded = json.loads(golden.FILE.read_text())
+    assert list(recorded) == [path.stem for path in SYSTEMS]
+    for losses in recorded.values():
+        assert len(losses["loss"]) == golden.STEPS
+        assert all(map(math.isfinite, losses["loss"]))
+    changed = copy.deepcopy(recorded["aogpt"])
+    changed["loss"][3] += 1e-12
+    assert golden.first_difference(recorded["aogpt"], changed).startswith("loss 4 is")

@@ -1,0 +1,98 @@
+"""The losses of 12 steps of every debug config, as golden.json has them.
+
+make golden                     # compares, and names the configs that differ
+make golden OPTIONS=--record    # records them anew
+
+They are equal to the last digit between commits on one machine with one thread; another
+processor or version of PyTorch rounds differently: record there first, from a commit
+that is right."""
+
+import argparse
+import contextlib
+import io
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import train
+from aogpt.runtime.processes import Processes
+from aogpt.training import config as configuration
+
+ROOT = Path(__file__).resolve().parent.parent
+FILE = ROOT / "tests" / "golden.json"
+STEPS = 12
+
+
+def losses_of(path: Path, data: Path, out: Path) -> dict[str, list[float]]:
+    """Train a debug config for 12 steps; return its losses by their keys in
+    metrics.jsonl."""
+    config = configuration.load_toml(path)
+    config = replace(
+        config,
+        out=str(out),
+        data=replace(config.data, folder=str(data)),
+        train=replace(config.train, steps=STEPS, log_interval=1, device="cpu"),
+        optim=replace(config.optim, warmup_steps=4),
+        eval=replace(config.eval, interval=6, sequences=8),
+        checkpoint=replace(config.checkpoint, interval=STEPS),
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        train.train(config, Processes(0, 1, torch.device("cpu")))
+    losses: dict[str, list[float]] = {}
+    for line in (config.run_folder / "metrics.jsonl").read_text().splitlines():
+        for key, value in json.loads(line).items():
+            if key == "loss" or key.startswith("val_loss"):
+                losses.setdefault(key, []).append(value)
+    return losses
+
+
+def main() -> int:
+    """Compare or record. Returns the exit status, 1 where a loss differs."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--record", action="store_true", help="write golden.json anew")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    measured = {}
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "data"
+        words = "data/prepare.py stories --tokenizer bytes --out".split()
+        command = [sys.executable, *words, str(data)]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        for path in sorted((ROOT / "configs" / "debug").glob("*.toml")):
+            measured[path.stem] = losses_of(path, data, Path(folder))
+    if options.record:
+        FILE.write_text(json.dumps(measured, indent=1) + "\n")
+        print(f"recorded the losses of {len(measured)} configs in {FILE}")
+        return 0
+    golden = json.loads(FILE.read_text())
+    different = []
+    for name in sorted(golden.keys() | measured.keys()):
+        if golden.get(name) != measured.get(name):
+            different.append(name)
+    for name in different:
+        print(f"{name}: {first_difference(golden.get(name), measured.get(name))}")
+    print(
+        f"{len(measured) - len(different)} of {len(measured)} configs have their losses"
+    )
+    return 1 if different else 0
+
+
+def first_difference(golden: dict | None, measured: dict | None) -> str:
+    """Return where the losses of a config first differ."""
+    if golden is None or measured is None:
+        return "it is new, or gone: record anew"
+    for key in golden.keys() | measured.keys():
+        pairs = zip(golden.get(key, []), measured.get(key, []), strict=False)
+        for number, (before, now) in enumerate(pairs, 1):
+            if before != now:
+                return f"{key} {number} is {now!r}, not {before!r}"
+    return "it has other losses than before"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
