@@ -288,7 +288,7 @@ def table(
             "",
             *listed,
             "",
-            "More of them, each with its option: docs/numbers.md.",
+            "More of them, each with its option: docs/paper.md.",
             "",
         ]
     )
