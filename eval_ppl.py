@@ -527,8 +527,11 @@ def result_rows(task: Task, scores: Scores, draws: int) -> list[dict]:
     """Return the results of a task for the JSON report, one per ensemble size."""
     rows = []
     eval_set = task.eval_set
-    bytes_per_token = task.bytes_per_token() or math.nan  # an end of text has none
+    bytes_per_token = task.bytes_per_token() or None  # an end of text has none
     for size, (loss, change) in scores.items():
+        bits_per_byte = None
+        if bytes_per_token is not None:
+            bits_per_byte = loss.nll / math.log(2) / bytes_per_token
         row = {
             "model": task.loaded.path,
             "dataset": eval_set.name,
@@ -538,13 +541,14 @@ def result_rows(task: Task, scores: Scores, draws: int) -> list[dict]:
             "bound": "iw" if task.scorer.weighted else "mean",
             "ensemble": size,
             **vars(loss),
+            **errors_of(loss, single=draws == 1 and not task.scorer.exact),
             "perplexity": loss.perplexity,
             "perplexity_95": loss.interval(),
             "bits_per_token": loss.nll / math.log(2),
-            "bits_per_byte": loss.nll / math.log(2) / bytes_per_token,
+            "bits_per_byte": bits_per_byte,
             "bytes_per_token": bytes_per_token,
             "gain": -change.nll if change else None,
-            "gain_error": change.standard_error if change else None,
+            "gain_error": errors_of(change)["standard_error"] if change else None,
             "blocks": eval_set.dataset.num_blocks,
             "tokens": int(task.scored_tokens().sum()),
             "draws": 1 if task.scorer.exact else draws,
@@ -554,13 +558,30 @@ def result_rows(task: Task, scores: Scores, draws: int) -> list[dict]:
     return rows
 
 
+def errors_of(loss: Estimate, single: bool = False) -> dict[str, float | None]:
+    """Return the errors of an estimate; None for those that one sequence, one document
+    or a single Monte Carlo sample does not show. NaN stays: it is the model's."""
+    return {
+        "standard_error": loss.standard_error if loss.sequences > 1 else None,
+        "document_error": loss.document_error if loss.documents > 1 else None,
+        "monte_carlo_error": None if single else loss.monte_carlo_error,
+    }
+
+
 def difference_row(rows: list[dict], gap: Estimate) -> dict:
     """Return the comparison of two models on one text, along one order, for the JSON
     report: from their `result_rows`, and the estimate of the difference of their
     losses."""
     a, b = rows
-    # nats of a bit per byte
-    unit = math.log(2) * a["bytes_per_token"]
+    half_width = gap.half_width if gap.sequences > 1 else None
+    bits = dict.fromkeys(("a", "b", "difference", "half_width_95"))
+    if a["bytes_per_token"] is not None:
+        unit = math.log(2) * a["bytes_per_token"]  # nats of a bit per byte
+        bits["a"] = a["bits_per_byte"]
+        bits["b"] = b["bits_per_byte"]
+        bits["difference"] = gap.nll / unit
+        if half_width is not None:
+            bits["half_width_95"] = half_width / unit
     return {
         "dataset": a["dataset"],
         "data": a["data"],
@@ -571,19 +592,12 @@ def difference_row(rows: list[dict], gap: Estimate) -> dict:
             "a": a["nll"],
             "b": b["nll"],
             "difference": gap.nll,
-            "half_width_95": gap.half_width,
+            "half_width_95": half_width,
         },
-        "bits_per_byte": {
-            "a": a["bits_per_byte"],
-            "b": b["bits_per_byte"],
-            "difference": gap.nll / unit,
-            "half_width_95": gap.half_width / unit,
-        },
-        "p": gap.p_value,
+        "bits_per_byte": bits,
+        "p": gap.p_value if gap.sequences > 1 else None,
         "p_by": "document" if gap.documents > 1 else "sequence",
-        "standard_error": gap.standard_error,
-        "document_error": gap.document_error,
-        "monte_carlo_error": gap.monte_carlo_error,
+        **errors_of(gap, single=a["draws"] == 1 and not a["exact"]),
         "sequences": gap.sequences,
         "documents": gap.documents,
         "blocks": a["blocks"],
@@ -602,7 +616,7 @@ def markdown(results: list[dict]) -> list[str]:
     for r in results:
         low, high = r["perplexity_95"]
         interval = f"{low:.3f} to {high:.3f}"
-        if math.isnan(low):
+        if r["standard_error"] is None:
             interval = ""
         cells = [
             r["dataset"],
@@ -649,7 +663,7 @@ def table_notes(results: list[dict]) -> list[str]:
         enough = 1 + math.ceil(FEW / r["sequences"])
         if 1 < r["draws"] < enough:
             notes.append(ROUGH.format(enough))
-    if any(math.isnan(error) for error in errors):
+    if any(error is None for error in errors):
         notes.append(UNKNOWN)
     return list(dict.fromkeys(notes))
 
@@ -666,7 +680,7 @@ def comparison(differences: list[dict]) -> list[str]:
             cells.append(_number(compared["a"], 4))
             cells.append(_number(compared["b"], 4))
             cells.append(f"{difference} ± {half_width}")
-        cells.append("unknown" if math.isnan(r["p"]) else f"{r['p']:.2g}")
+        cells.append("unknown" if r["p"] is None else f"{r['p']:.2g}")
         rows.append(cells)
     table = markdown_table(COMPARED, rows, left=2)
     return [*table, "", *_notes(differences), PAIRED]
@@ -712,8 +726,8 @@ def title_of(row: dict) -> str:
     return text
 
 
-def _number(value: float, digits: int) -> str:
-    return "unknown" if math.isnan(value) else f"{value:.{digits}f}"
+def _number(value: float | None, digits: int) -> str:
+    return "unknown" if value is None else f"{value:.{digits}f}"
 
 
 def main() -> None:

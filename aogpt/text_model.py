@@ -508,6 +508,7 @@ class TextModel:
             order.to(self.device),
             lengths=lengths.to(self.device),
         )
+        check_finite(along)
         along = along.cpu().double()
         by_position = torch.zeros_like(along).scatter_(1, order, along)
         log_probs = []
@@ -643,6 +644,7 @@ class TextModel:
         )
         logits = logits[:, : self.loaded.vocab_size]
         probabilities = logits.double().softmax(dim=-1)
+        check_finite(probabilities)
         best = probabilities.topk(min(top, self.loaded.vocab_size))
         likely_of_blanks = []
         for ids, values in zip(
@@ -746,6 +748,14 @@ def joint_of(scored: Scored, totals: Tensor, is_whole: bool) -> Joint:
         log_prob=float(totals.logsumexp(dim=0)) - math.log(count),
         standard_error=error,
     )
+
+
+def check_finite(numbers: Tensor) -> None:
+    """Raise UserError if a number is NaN: a ranking by it would be any order."""
+    if numbers.isnan().any():
+        raise UserError(
+            "the model's output is not finite: its weights overflowed or hold NaN"
+        )
 
 
 def alternatives_of(text: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import math
 import shlex
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -143,14 +142,14 @@ class EvalSet:
         documents = np.searchsorted(ends, middles)
         return torch.from_numpy(documents)
 
-    def mean_bytes(self, first: int) -> float:
+    def mean_bytes(self, first: int) -> float | None:
         """Return the mean UTF-8 bytes of text per token that is predicted, from token
         `first` of every row on, or of its end where it has a prompt; end-of-text has
-        none. NaN without the tokenizer."""
+        none. None without the tokenizer."""
         dataset = self.dataset
         tokenizer = dataset.tokenizer
         if tokenizer is None:
-            return math.nan
+            return None
         rows = range(self.count)
         roles = self.roles(rows)
         if roles is not None or self.count < dataset.num_blocks:

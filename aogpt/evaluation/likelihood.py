@@ -151,7 +151,7 @@ class Task(NamedTuple):
         predicted = roles.predicted.sum(dim=1)
         return predicted - skipped * ~has_prompt
 
-    def bytes_per_token(self) -> float:
+    def bytes_per_token(self) -> float | None:
         """Return the mean UTF-8 bytes of text of each token that is scored."""
         first = 0  # random orders leave out every token equally often
         if self.scorer.orders is not None and self.scorer.orders.kind == "l2r":

@@ -362,6 +362,8 @@ class Engine:
         self.order = torch.zeros(shape, dtype=torch.long, device=device)
         self.tokens = torch.zeros_like(self.order)
         self.log_probs = torch.zeros(shape, dtype=torch.float32, device=device)
+        # whether any prediction was NaN, also one that a later one replaces
+        self.has_nan = torch.zeros((), dtype=torch.bool, device=device)
         # by position
         self.uniforms = torch.zeros(shape, dtype=torch.float64, device=self.draw_device)
         self.length = torch.zeros(batch_size, dtype=torch.long, device=device)
@@ -461,6 +463,7 @@ class Engine:
         self.length.copy_(plan.length)
         self.padded = bool((plan.length < T).any())
         self.log_probs.zero_()
+        self.has_nan.zero_()
         if self.cache is None:
             self.predicting.variant = self.padded
         self.preferring.variant = plan.unmask_by
@@ -484,7 +487,7 @@ class Engine:
             follow(self, plan, tally)
 
         # 3. Wait for the device, and put the results in sequence order.
-        if not self.log_probs[:, :T].isfinite().all():
+        if self.has_nan or not self.log_probs[:, :T].isfinite().all():
             raise UserError(
                 "the model's output is not finite: its weights overflowed or hold NaN"
             )
@@ -612,6 +615,7 @@ class Engine:
             scores = scores.where(is_unknown, torch.inf)
             scores = scores.where(exists, -torch.inf)
             by_place.append(scores)
+            self.has_nan.logical_or_(scores.isnan().any())
 
         # 3. Highest score first; equals in the order of the plan.
         tolerance = rounding_of(self.model.wte.weight.dtype)
@@ -685,7 +689,9 @@ class Engine:
         row = row.to(self.device)
         place = place.to(self.device)
         self.tokens[row, place] = tokens.to(self.device)
-        self.log_probs[row, place] = log_probs.squeeze(1).float().to(self.device)
+        log_probs = log_probs.squeeze(1).float().to(self.device)
+        self.log_probs[row, place] = log_probs
+        self.has_nan.logical_or_(log_probs.isnan().any())
 
     def ended(self, tally: Tally) -> Tensor:
         """Return the rows, BoolTensor (B,), that have generated end-of-text after all

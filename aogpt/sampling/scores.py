@@ -99,7 +99,7 @@ def scores_of(
 def rounding_of(dtype: torch.dtype) -> float:
     """Return how far apart the scores of a model in this dtype may be, relative to
     their size or to 1, if they differ by rounding alone."""
-    return max(2**-16, 2 * torch.finfo(dtype).eps)
+    return max(2**-18, 2 * torch.finfo(dtype).eps)
 
 
 def best_first(scores: Tensor, tolerance: float) -> Tensor:
