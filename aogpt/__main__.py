@@ -7,22 +7,31 @@ repo id.
     aogpt rank MODEL "The [cat|dog|tax] barked."     which alternative is most probable
     aogpt fill MODEL "She[MASK:4] home."             fill gaps
     aogpt blanks MODEL "The cat[MASK] home."         what fits into a blank
-    aogpt generate MODEL "Once upon a time"          continue a text"""
+    aogpt generate MODEL "Once upon a time"          continue a text
+
+--file FILE reads a text a line, --file - standard input; --json prints each answer as a
+line of JSON."""
 
 import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 
 # isort: split
 
+import dataclasses
 import math
+import os
 import re
 import sys
 import warnings
+from collections.abc import Iterable
+from json import dumps
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
 from .runtime.command_line import TEXT, run_script, show
 from .runtime.errors import UserError
+from .runtime.files import read_lines
 
 Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
 Texts = Annotated[
@@ -32,15 +41,51 @@ Texts = Annotated[
 ]
 
 
-def load(path: str, texts: list[str]):
-    """Load a model on a GPU if there is one. Raises UserError if there is no text."""
-    if not texts:
-        raise UserError(
-            f"give a text after the model, {path}; one of several words needs quotes"
-        )
+def load(path: str):
+    """Load a model on a GPU if there is one."""
     from . import text_model  # imports PyTorch, which --help does not need
 
     return text_model.load(path, device="auto")
+
+
+def read(texts: list[str], file: str | None) -> list[str]:
+    """Return the texts of the command line, or the lines of a file that are not blank.
+    Raises UserError if there is no text, or if there are both."""
+    if file is None and texts == ["-"]:
+        texts = []
+        file = "-"
+    if (file is None) == (not texts):
+        raise UserError(
+            "give texts after the model, in quotes, or --file FILE with one a line"
+        )
+    if file is None:
+        for text in texts:
+            if os.path.isfile(text):  # no error for a long text
+                show(
+                    f"note: {text} is read as text; --file {text} reads its lines",
+                    file=sys.stderr,
+                )
+        return texts
+    path = Path("/dev/stdin" if file == "-" else file)
+    lines = [line for _, line in read_lines(path, "--file")]
+    if not lines:
+        raise UserError(f"--file {file}: it has no text; write one a line")
+    return lines
+
+
+def show_json(answers: Iterable[Any]) -> None:
+    """Print each answer as a line of JSON."""
+
+    def fields_of(answer: Any) -> dict[str, Any]:
+        row = dataclasses.asdict(answer)
+        for name in ("nats", "bits_per_byte"):
+            value = getattr(answer, name, math.nan)
+            if math.isfinite(value):
+                row[name] = value
+        return row
+
+    for answer in answers:
+        show(dumps(answer, default=fields_of))
 
 
 def score(
@@ -51,13 +96,17 @@ def score(
     end: bool = False,
     predict: tuple[str, ...] = (),
     orders: int = 1,
+    file: str | None = None,
+    json: bool = False,
 ) -> None:
     """Print log p (nats) of the tokens of texts; --end scores the end, too. --predict
     3:7 20:21 scores these characters alone, given all others; --orders 16 averages."""
     spans = [span_of(words) for words in predict] or None
-    scores = load(model, texts).score(
-        texts, order, seed, end, predict=spans, orders=orders
+    scores = load(model).score(
+        read(texts, file), order, seed, end, predict=spans, orders=orders
     )
+    if json:
+        return show_json(scores)
     for scored in scores:
         for piece, log_prob in zip(scored.pieces, scored.log_probs, strict=True):
             values = "        -        -"
@@ -78,16 +127,34 @@ def span_of(words: str) -> tuple[int, int]:
     return int(span[1]), int(span[2])
 
 
-def rank(model: Model, texts: Texts, end: bool = False) -> None:
+def rank(
+    model: Model,
+    texts: Texts,
+    end: bool = False,
+    file: str | None = None,
+    json: bool = False,
+) -> None:
     """Print alternatives with log p of the whole text, nats, and their shares."""
-    for alternatives in load(model, texts).rank(texts, end):
+    ranked = load(model).rank(read(texts, file), end)
+    if json:
+        return show_json(ranked)
+    for alternatives in ranked:
         for row in alternatives:
             show(f"{row.log_prob:9.3f} {row.share:7.1%}  {row.text!r}")
 
 
-def blanks(model: Model, texts: Texts, top: int = 10) -> None:
+def blanks(
+    model: Model,
+    texts: Texts,
+    top: int = 10,
+    file: str | None = None,
+    json: bool = False,
+) -> None:
     """Print the likeliest tokens of each mask."""
-    for blanks_of_text in load(model, texts).blanks(texts, top):
+    likely_tokens = load(model).blanks(read(texts, file), top)
+    if json:
+        return show_json(likely_tokens)
+    for blanks_of_text in likely_tokens:
         for likely in blanks_of_text:
             words = [f"{one.text!r} {one.probability:.1%}" for one in likely]
             show("  ".join(words))
@@ -101,11 +168,20 @@ def fill(
     mode: str | None = None,
     temperature: float = 0.7,
     top_p: float = 1.0,
+    file: str | None = None,
+    json: bool = False,
 ) -> None:
     """Print texts with their gaps filled in: [MASK] is one token, [MASK:4] four."""
-    samples = load(model, texts).fill(
-        texts, num_samples, seed, mode=mode, temperature=temperature, top_p=top_p
+    samples = load(model).fill(
+        read(texts, file),
+        num_samples,
+        seed,
+        mode=mode,
+        temperature=temperature,
+        top_p=top_p,
     )
+    if json:
+        return show_json(samples)
     for sample in samples:
         show(sample.text)
 
@@ -119,10 +195,12 @@ def generate(
     mode: str | None = None,
     temperature: float = 0.7,
     top_p: float = 1.0,
+    file: str | None = None,
+    json: bool = False,
 ) -> None:
     """Print continuations of texts; --mode l2r reads best."""
-    samples = load(model, texts).generate(
-        texts,
+    samples = load(model).generate(
+        read(texts, file),
         new_tokens,
         num_samples,
         seed,
@@ -130,6 +208,8 @@ def generate(
         temperature=temperature,
         top_p=top_p,
     )
+    if json:
+        return show_json(samples)
     for sample in samples:
         show(sample.text)
 

@@ -1,6 +1,7 @@
 """Texts from Python and the command line: aogpt/text_model.py, aogpt/__main__.py."""
 
 import itertools
+import json
 import math
 
 import pytest
@@ -214,7 +215,31 @@ def test_a_model_says_what_it_is(books):
 
 def test_a_command_without_a_text_says_so(monkeypatch):
     monkeypatch.setattr("sys.argv", ["aogpt", "fill", BOOKS])
-    with pytest.raises(UserError, match="give a text after the model"):
+    with pytest.raises(UserError, match="give texts after the model"):
+        commands.main()
+
+
+def test_commands_read_a_text_a_line_and_print_json(
+    books, tmp_path, monkeypatch, capsys
+):
+    file = tmp_path / "lines.txt"
+    file.write_text("The [cat|tax] barked.\n\nA [dog|day] ran.\n")
+    words = ["rank", BOOKS, "--file", str(file), "--json"]
+    rows = run_main(commands, monkeypatch, capsys, *words).splitlines()
+    texts = [line for line in file.read_text().splitlines() if line]
+    for row, ranked in zip(rows, books.rank(texts), strict=True):
+        assert [one["text"] for one in json.loads(row)] == [one.text for one in ranked]
+    words = ["score", BOOKS, "The mother.", "--predict", "4:10", "--json"]
+    row = json.loads(run_main(commands, monkeypatch, capsys, *words))
+    (joint,) = books.score(["The mother."], predict=[(4, 10)])
+    assert math.isclose(row["log_prob"], joint.log_prob, rel_tol=1e-5)
+    monkeypatch.setattr("sys.argv", ["aogpt", "score", BOOKS, str(file)])
+    commands.main()
+    assert "is read as text; --file" in capsys.readouterr().err
+    words = ["rank", BOOKS, "The [cat|tax] barked." + " It ran." * 60]
+    assert "%" in run_main(commands, monkeypatch, capsys, *words)  # no name of a file
+    monkeypatch.setattr("sys.argv", ["aogpt", "score", BOOKS, "a", "--file", "b"])
+    with pytest.raises(UserError, match="give texts after the model"):
         commands.main()
 
 
