@@ -94,7 +94,6 @@ def prepare(
             files[name] = Path(folder) / f"{name}.jsonl"
             lines = (json.dumps({"text": molecule}) for molecule in molecules)
             files[name].write_text("\n".join(lines) + "\n")
-        records = {"alphabet": LETTERS, "block_size": BLOCK_SIZE}
         prepare_dataset(
             Prepare(
                 "records",
@@ -102,7 +101,8 @@ def prepare(
                 val=(files["val"],),
                 test=(files["test"],),
                 out=out,
-                **records,
+                alphabet=LETTERS,
+                block_size=BLOCK_SIZE,
             )
         )
         prepare_dataset(
@@ -111,7 +111,8 @@ def prepare(
                 source=(files["scaffolds"],),
                 split="test",
                 out=out.with_name(f"{out.name}_scaffolds"),
-                **records,
+                alphabet=LETTERS,
+                block_size=BLOCK_SIZE,
             )
         )
 
