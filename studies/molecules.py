@@ -129,9 +129,9 @@ def ruler(
     moses = benchmark(wheel)
     train = moses.molecules("train")
     drawn = random.Random(seed).sample(train, count)
-    _, known = canonical(drawn)  # so none of them is novel
+    _, training = canonical(drawn)  # so none of them is novel
     start = time.perf_counter()
-    row = measures(drawn, moses, frozenset(known))
+    row = measures(drawn, moses, frozenset(training))
     show(table(row))
     facts = {"molecules": count, "seed": seed, "seconds": time.perf_counter() - start}
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -150,16 +150,13 @@ def sizes(
     drawn = random.Random(seed).sample(moses.molecules("train"), most)
     molecules, texts = canonical(drawn)
     reference = moses.statistics("test")
+    of_test = (reference["FCD"]["mu"], reference["FCD"]["sigma"])
     values = chemnet(texts)
     rows = []
     for count in (most // 8, most // 4, most // 2, most):
         row = {
             "molecules": count,
-            "FCD test": frechet(
-                *normal(values[:count]),
-                reference["FCD"]["mu"],
-                reference["FCD"]["sigma"],
-            ),
+            "FCD test": frechet(normal(values[:count]), of_test),
             "Scaf test": cosine(
                 scaffolds(molecules[:count]), reference["Scaf"]["scaf"]
             ),

@@ -229,42 +229,41 @@ def normal(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def frechet(
-    mean: np.ndarray, covariance: np.ndarray, other: np.ndarray, others: np.ndarray
+    a: tuple[np.ndarray, np.ndarray], b: tuple[np.ndarray, np.ndarray]
 ) -> float:
-    """Return the squared Frechet distance of two normal distributions,
-    |m - m'|^2 + tr(C + C' - 2 (C C')^(1/2)); other, others: m' and C'."""
-    values, vectors = np.linalg.eigh(covariance)
+    """Return the squared Frechet distance of two normal distributions of mean m and
+    covariance C: |m_a - m_b|^2 + tr(C_a + C_b - 2 (C_a C_b)^(1/2))."""
+    values, vectors = np.linalg.eigh(a[1])
     root = (vectors * np.sqrt(values.clip(min=0))) @ vectors.T
-    # C C' has the eigenvalues of this symmetric matrix.
-    product = np.linalg.eigvalsh(root @ others @ root)
-    distance = np.square(mean - other).sum() + np.trace(covariance) + np.trace(others)
+    # C_a C_b has the eigenvalues of this symmetric matrix.
+    product = np.linalg.eigvalsh(root @ b[1] @ root)
+    distance = np.square(a[0] - b[0]).sum() + np.trace(a[1]) + np.trace(b[1])
     return float(distance - 2 * np.sqrt(product.clip(min=0)).sum())
 
 
 def measures(
-    generated: Sequence[str], moses: Moses, known: frozenset[str]
+    generated: Sequence[str], moses: Moses, training: frozenset[str]
 ) -> dict[str, float]:
-    """Return the row of MOSES' table for these molecules. known: the training molecules
-    in canonical form, which are not novel."""
+    """Return the row of MOSES' table for these molecules. training: canonical SMILES
+    that are not novel."""
     molecules, texts = canonical(generated)
     row = {"valid": len(molecules) / len(generated)}
     if not molecules:
         return row
     different = set(texts)
     row["unique"] = len(set(texts[:FIRST])) / len(texts[:FIRST])
-    row["novelty"] = len(different - known) / len(different)
+    row["novelty"] = len(different - training) / len(different)
     passing = sum(passes(molecule, moses.filters) for molecule in molecules)
     row["filters"] = passing / len(molecules)
     prints = fingerprints(molecules)
     row["IntDiv"] = diversity(prints)
-    mean, covariance = normal(chemnet(texts))
+    of_generated = normal(chemnet(texts))
     pieces = fragments(molecules)
     frames = scaffolds(molecules)
     for split, name in (("test", "test"), ("test_scaffolds", "scaffolds")):
         reference = moses.statistics(split)
-        row[f"FCD {name}"] = frechet(
-            mean, covariance, reference["FCD"]["mu"], reference["FCD"]["sigma"]
-        )
+        of_test = (reference["FCD"]["mu"], reference["FCD"]["sigma"])
+        row[f"FCD {name}"] = frechet(of_generated, of_test)
         similar = torch.from_numpy(reference["SNN"]["fps"])
         row[f"SNN {name}"] = nearest(prints, similar)
         row[f"Frag {name}"] = cosine(pieces, reference["Frag"]["frag"])

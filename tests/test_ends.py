@@ -79,9 +79,12 @@ def log_probs_as_written(model, line, mode):
     else:
         log_probs = torch.zeros(order.shape)
         for step in steps[is_generated].unique():
-            known = (steps < step).sum(dim=1)
             of_step = parallel_log_probs(
-                model, tokens, order, known=known, steps=steps == step
+                model,
+                tokens,
+                order,
+                known=(steps < step).sum(dim=1),
+                steps=steps == step,
             )
             log_probs = log_probs + of_step
     return log_probs.where(is_generated, 0).sum().item()

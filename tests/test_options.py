@@ -32,12 +32,12 @@ def texts():
     listed = subprocess.run(
         ["git", "ls-files", *PLACES], cwd=ROOT, capture_output=True, check=True
     )
-    found = {}
+    contents = {}
     for name in listed.stdout.decode().splitlines():
         path = Path(name)
         if path.suffix in SUFFIXES and (ROOT / path).is_file():
-            found[name] = (ROOT / path).read_text()
-    return found
+            contents[name] = (ROOT / path).read_text()
+    return contents
 
 
 def keys_in(table, prefix=""):

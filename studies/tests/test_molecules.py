@@ -76,13 +76,13 @@ def write_wheel(path, train, test, scaffold_test, of_test, of_scaffolds):
 @pytest.fixture(scope="module")
 def benchmark(tmp_path_factory):
     """The benchmark's wheel, small: both test sets are TEXTS."""
-    known = statistics(TEXTS)
+    of_texts = statistics(TEXTS)
     path = tmp_path_factory.mktemp("moses") / "molsets.whl"
-    return write_wheel(path, ["CCO", "CCN"], TEXTS, TEXTS, known, known)
+    return write_wheel(path, ["CCO", "CCN"], TEXTS, TEXTS, of_texts, of_texts)
 
 
 def test_a_set_measured_against_itself_is_at_no_distance(benchmark):
-    row = measures(TEXTS, benchmark, known=frozenset(["CCO"]))
+    row = measures(TEXTS, benchmark, training=frozenset(["CCO"]))
     assert row["valid"] == row["unique"] == row["filters"] == 1
     assert row["novelty"] == pytest.approx(4 / 5)
     for split in ("test", "scaffolds"):
@@ -134,8 +134,8 @@ def test_the_frechet_distance_of_normal_distributions_with_one_basis():
     a[0] = 0
     covariances = [(basis * spread**2) @ basis.T for spread in (a, b)]
     distance = np.square(m - n).sum() + np.square(a - b).sum()
-    found = frechet(m, covariances[0], n, covariances[1])
-    assert found == pytest.approx(distance, rel=1e-9)
+    measured = frechet((m, covariances[0]), (n, covariances[1]))
+    assert measured == pytest.approx(distance, rel=1e-9)
 
 
 def test_scaffolds_have_two_rings_and_no_side_chains():
@@ -193,8 +193,8 @@ def test_the_ruler_prints_its_row_below_the_published_one(benchmark, tmp_path, c
 def test_distances_by_the_number_of_molecules(tmp_path, capsys):
     """All of the training set has the distance of the whole table."""
     chosen = [f"C{'C' * n}O" for n in range(16)]
-    known = statistics(chosen)
-    moses = write_wheel(tmp_path / "w.whl", chosen, chosen, [], known, {})
+    of_all = statistics(chosen)
+    moses = write_wheel(tmp_path / "w.whl", chosen, chosen, [], of_all, {})
     out = tmp_path / "sizes.json"
     molecules.sizes(moses.wheel, most=16, out=out)
     rows = json.loads(out.read_text())["rows"]
