@@ -6,7 +6,8 @@ details. `entries` are the systems of a task, as `runner.train` returns them, wi
 import re
 import statistics
 
-from aogpt.runtime.outputs import markdown_table, new_figure
+from aogpt.runtime.outputs import markdown_table
+from studies.drawing import new_figure
 from studies.experiment import Experiment
 from studies.figures import styles_of, with_caption
 from studies.pages import mean_cell, tuned_cell, value_of

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from aogpt.runtime.outputs import COLORS, new_figure, png
+from studies.drawing import COLORS, new_figure, png
 from studies.experiment import Experiment
 from studies.measures import mean_and_half_width
 from studies.pages import FEW, SHARE, is_share, title_of, token_of, value_of

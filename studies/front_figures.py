@@ -6,8 +6,8 @@ import json
 import statistics
 from dataclasses import dataclass
 
-from aogpt.runtime.outputs import COLORS, new_figure, png
 from studies import tasks
+from studies.drawing import COLORS, new_figure, png
 from studies.experiment import Experiment
 from studies.figures import Entries
 from studies.measures import mean_and_half_width

@@ -13,9 +13,10 @@ import tyro
 
 from aogpt.runtime.command_line import run_script, show, visible, with_help
 from aogpt.runtime.errors import UserError
-from aogpt.runtime.outputs import OutputOptions, Outputs, new_figure, png
+from aogpt.runtime.outputs import OutputOptions, Outputs
 from aogpt.training.metrics import ORDER_TITLES
 from aogpt.training.val_losses import read_metrics
+from studies.drawing import new_figure, png
 
 STYLES = ("-", "--")
 COLUMNS = 3  # panels side by side

@@ -33,7 +33,8 @@ from aogpt.runtime.files import (
     write_jsonl,
     write_text,
 )
-from aogpt.runtime.outputs import commit, markdown_table, new_figure, png
+from aogpt.runtime.outputs import commit, markdown_table
+from studies.drawing import new_figure, png
 from studies.figures import PALETTE
 from studies.ngrams import divergences
 from studies.runs import ROOT, report_of, rows_by, run_well
