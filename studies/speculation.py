@@ -190,7 +190,7 @@ def figure(rows: dict[str, dict]) -> bytes:
     drawing, (left, middle, right) = new_figure(1, 3, size=(13, 4.2))
     # Grey are lines that no family has.
     colors = [color for color in PALETTE if color != "#999999"]
-    families = zip(FAMILIES.items(), colors, strict=True)
+    families = zip(FAMILIES.items(), colors, strict=False)
     for (family, (marker, label)), color in families:
         members = [row for name, row in rows.items() if name.startswith(family)]
         passes = [row["nfe"] for row in members]

@@ -14,6 +14,7 @@ def test_the_page_is_what_the_rows_say():
     rate = drafted["tokens"] / drafted["samples"] / drafted["nfe"]
     text = page.replace("\n", " ")
     assert f"settles {rate:.1f} tokens a pass when it drafts 16" in text
+    assert speculation.figure(rows).startswith(b"\x89PNG")
 
 
 def test_a_row_has_the_scores_and_the_divergence_of_its_samples(
