@@ -214,7 +214,7 @@ def fill(a: Arguments, session: Session, requests: list[Request]) -> None:
         if not session.procs.main:
             continue
         prompts = [(requests[n].kind, requests[n].text) for n in part_numbers]
-        records = sample_records(samples, session.tokenizer, prompts, a.until_end)
+        records = sample_records(samples, session.tokenizer, prompts)
         for record in records:
             record["prompt_index"] = part_numbers[record["prompt_index"]]
         report.add(records, samples)

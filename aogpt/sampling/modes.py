@@ -586,46 +586,30 @@ def sample_records(
     samples: Generation,
     tokenizer: Tokenizer,
     prompts: Sequence[tuple[str, str]] = (("prompt", ""),),
-    until_end: bool = False,
 ) -> list[dict]:
     """Return a dict of every sample, as sample.py --jsonl writes it. Its lists are as
     long as the sample; step -1: given; log_probs: nats; order: the positions in the
     order in which they became known.
 
     prompts: of each, "prompt" or "infill" and its text; samples are in equal number for
-    each, those of a prompt one after the other. until_end: leave out what follows the
-    first end-of-text that was generated."""
+    each, those of a prompt one after the other."""
     records = []
     nfe = samples.nfe.tolist()
     orders = samples.order.tolist()
     for number, (tokens, step, log_probs) in enumerate(samples.rows()):
-        end = len(tokens)
-        if until_end:
-            end = generated_end(tokens, step, tokenizer.eot)
+        length = len(tokens)
         prompt_index = number * len(prompts) // len(nfe)
         kind, prompt = prompts[prompt_index]
         record = {
-            "text": tokenizer.decode(tokens[:end]),
+            "text": tokenizer.decode(tokens),
             "prompt_index": prompt_index,
             kind: prompt,
-            "length": end,
-            "tokens": tokens[:end],
-            "step": step[:end],
-            "order": [position for position in orders[number] if position < end],
-            "log_probs": [round(log_prob, 6) for log_prob in log_probs[:end]],
+            "length": length,
+            "tokens": tokens,
+            "step": step,
+            "order": [position for position in orders[number] if position < length],
+            "log_probs": [round(log_prob, 6) for log_prob in log_probs],
             "nfe": nfe[number],
         }
         records.append(record)
     return records
-
-
-def generated_end(tokens: list[int], step: list[int], eot: int) -> int:
-    """Return the place of the first end-of-text that was generated after all given
-    tokens, or else the length."""
-    end = len(tokens)
-    for place in reversed(range(len(tokens))):
-        if step[place] < 0:
-            break
-        if tokens[place] == eot:
-            end = place
-    return end
