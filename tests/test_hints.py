@@ -84,7 +84,8 @@ def check(words, parse):
     if words in COMMANDS:
         return
     script, arguments = script_of(words)
-    assert script in SCRIPTS or script in ("train.py", "aogpt"), script
+    without_options = ("train.py", "aogpt", "studies.filling")
+    assert script in SCRIPTS or script in without_options, script
     if not arguments or "--help" in arguments:
         return
     arguments = [

@@ -296,7 +296,7 @@ REFUSED += [
     ),
     (
         {"norm": "batch"},
-        "model.norm is 'batch'; it must be one of 'rmsnorm', 'layernorm'",
+        "model.norm is 'batch', but it must be one of 'rmsnorm', 'layernorm'",
     ),
     ({**ENCODER, "mask_token": None}, "mask_token is None; an encoder.*50257 for gpt2"),
     (
