@@ -504,7 +504,7 @@ FILES = {
             "texts",
             "good.txt",
             {},
-            "'books', 'text', .*'openwebtext'.*did you mean 'text'",
+            "'texts', but it must be one of 'stories', .*'text', .*'openwebtext'",
         ),
         ("text", None, {}, "text needs files: --source FILE"),
         ("stories", "good.txt", {}, "takes no --source.*text --source"),

@@ -114,8 +114,8 @@ def test_every_stream_has_one_use_and_the_seed_no_other_generator():
     # The seed of dropout has a stream, those of the initial weights are hashed from
     # their names; the last takes no numbers.
     assert generators == [
-        "aogpt/training/parallel.py",
         "aogpt/training/checkpoint.py",
+        "aogpt/training/parallel.py",
         "train.py",
     ]
 

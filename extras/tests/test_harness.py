@@ -120,7 +120,7 @@ def test_end_of_text_in_a_text_is_one_token_as_where_texts_are_scored(
     model = make_system("AO-GPT", tokens=tokenizer.vocab_size, block_size=48)
     lm = adapter(model, tokenizer)
     ((value, _),) = lm.loglikelihood([request(context, end)])
-    scored = aogpt.TextModel(lm.loaded).score(context + end)
+    (scored,) = aogpt.TextModel(lm.loaded).score([context + end])
     context_length = len(tokenizer.encode_documents(context))
     assert value == pytest.approx(sum(scored.log_probs[context_length:]), abs=EXACT)
 
