@@ -34,7 +34,7 @@ FIELDS = {  # what a message may have in the place of a variable
     "folder": "data/own",
     "place": "data/own",
     "file": "configs/quickstart.toml",
-    "mode": ' --mode l2r --prompt "..." --until-end',
+    "options": '--mode l2r --prompt "..." --until-end',
     "needs": "",
     "kills": "10",
     "seed": "0",
@@ -70,6 +70,8 @@ def texts(path):
 def commands_in(path):
     for text in texts(path):
         text = text.replace("{}", FIELDS["name"])
+        for field, value in FIELDS.items():  # of texts for str.format
+            text = text.replace(f"{{{field}}}", value)
         for line in shell_lines(text):
             if match := COMMAND.search(line.strip()):
                 command = END.split(match[0])[0]
