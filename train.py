@@ -52,6 +52,7 @@ from aogpt.training.batches import PendingLosses, micro_batches
 from aogpt.training.checkpoint import (
     Saver,
     State,
+    StopRequest,
     better_of,
     check_epochs,
     start,
@@ -61,7 +62,6 @@ from aogpt.training.config import Config
 from aogpt.training.metrics import Log, in_units, size_notes
 from aogpt.training.optimizers import MAX_GRAD_NORM, learning_rate
 from aogpt.training.parallel import compiled, exchange_gradients, replicate
-from aogpt.training.stop import StopRequest
 from aogpt.training.val_losses import best_by, evaluate
 
 if TYPE_CHECKING:  # half a second to import, which --help and one process do not need

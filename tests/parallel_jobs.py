@@ -34,8 +34,7 @@ from aogpt.runtime.processes import processes
 from aogpt.training import checkpoint as states
 from aogpt.training import config as configuration
 from aogpt.training import muon
-from aogpt.training.checkpoint import Saver
-from aogpt.training.stop import StopRequest
+from aogpt.training.checkpoint import Saver, StopRequest
 
 
 def full(tensor):

@@ -12,10 +12,9 @@ import train
 from aogpt.data.loader import TokenDataset
 from aogpt.runtime.processes import Processes
 from aogpt.training import config as configuration
-from aogpt.training.checkpoint import Progress, State
+from aogpt.training.checkpoint import Progress, State, StopRequest
 from aogpt.training.optimizers import EMA, make_optimizers
 from aogpt.training.parallel import build
-from aogpt.training.stop import StopRequest
 
 CONFIGS = [
     path

@@ -29,7 +29,7 @@ from aogpt.orders import OrderConfig
 from aogpt.runtime.processes import processes
 from aogpt.training import parallel
 from aogpt.training.batches import micro_batches
-from aogpt.training.stop import StopRequest
+from aogpt.training.checkpoint import StopRequest
 
 
 def do(*parts):

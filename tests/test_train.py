@@ -46,12 +46,11 @@ from aogpt.orders import orders_at
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.processes import Processes
 from aogpt.systems import build_model
+from aogpt.training import checkpoint
 from aogpt.training import config as configuration
-from aogpt.training import stop
-from aogpt.training.checkpoint import Progress, State, named_tensors
+from aogpt.training.checkpoint import Progress, State, StopRequest, named_tensors
 from aogpt.training.config import WandbConfig
 from aogpt.training.optimizers import EMA, learning_rate, make_optimizers
-from aogpt.training.stop import StopRequest
 from aogpt.training.val_losses import Loss
 
 
@@ -195,10 +194,10 @@ def test_a_finished_run_leaves_its_config_metrics_curve_and_the_last_checkpoints
     lines = read_lines(reference.run_folder / "metrics.jsonl")
     assert configuration.load_toml(folder / "config.toml") == reference
     expected = ["best"]
-    for checkpoint in ("checkpoints/step_00000036", "checkpoints/step_00000040"):
+    for saved in ("checkpoints/step_00000036", "checkpoints/step_00000040"):
         for kind in ("ema", "model", "optimizer"):
-            expected.append(f"{checkpoint}/{kind}.safetensors")
-        expected.append(f"{checkpoint}/state.json")
+            expected.append(f"{saved}/{kind}.safetensors")
+        expected.append(f"{saved}/state.json")
     assert list(files(folder)) == [*expected, "config.toml", "metrics.jsonl"]
     training = [line for line in lines if "loss" in line]
     assert [line["step"] for line in training] == list(range(1, 41))
@@ -517,7 +516,7 @@ def spoil(monkeypatch, bad_steps, target):
 def test_a_step_that_is_not_finite_is_skipped_counted_and_leaves_no_mark(
     data, tmp_path, monkeypatch, target, empty
 ):
-    monkeypatch.setattr(stop, "MAX_SKIPPED_STEPS", 3)
+    monkeypatch.setattr(checkpoint, "MAX_SKIPPED_STEPS", 3)
     config = tiny_config(data, tmp_path, steps=9, eval__interval=0)
     config = change(config, checkpoint__interval=1, checkpoint__keep=99)
     spoil(monkeypatch, {4, 5, 7, 8}, target)  # never three in a row
@@ -556,7 +555,7 @@ def test_after_losses_that_are_not_finite_the_printed_advice_leads_on(
 ):
     """The update of step 5 ruins the weights: its loss was finite, and none after it
     is."""
-    monkeypatch.setattr(stop, "MAX_SKIPPED_STEPS", 4)
+    monkeypatch.setattr(checkpoint, "MAX_SKIPPED_STEPS", 4)
     config = tiny_config(data, tmp_path, steps=12, eval__interval=0)
     path = write_config(
         change(config, checkpoint__interval=interval, checkpoint__keep=keep)
@@ -595,7 +594,7 @@ def test_under_other_settings_the_count_of_skipped_steps_starts_anew(
     data, tmp_path, monkeypatch
 ):
     """The last step of a run is saved whatever it was."""
-    monkeypatch.setattr(stop, "MAX_SKIPPED_STEPS", 4)
+    monkeypatch.setattr(checkpoint, "MAX_SKIPPED_STEPS", 4)
     config = tiny_config(data, tmp_path, steps=5, eval__interval=0)
     spoil(monkeypatch, {4, 5, 6, 7}, "loss")
     train.train(config, ALONE)
@@ -608,7 +607,7 @@ def test_a_checkpoint_with_a_skipped_step_pending_is_not_called_good(
     data, tmp_path, monkeypatch
 ):
     """That of the last step, also where the count starts anew after it."""
-    monkeypatch.setattr(stop, "MAX_SKIPPED_STEPS", 4)
+    monkeypatch.setattr(checkpoint, "MAX_SKIPPED_STEPS", 4)
     config = tiny_config(data, tmp_path, steps=6, eval__interval=0)
     spoil(monkeypatch, set(range(5, 20)), "loss")
     train.train(config, ALONE)  # saves at steps 4 and 6

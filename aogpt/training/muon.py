@@ -4,7 +4,7 @@ Keller Jordan et al., 2024, kellerjordan.github.io/posts/muon. Unlike torch.opti
 it treats queries, keys and values as three matrices, skips steps on the device, and
 divides the work among processes."""
 
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..model import Matrices
 
 if TYPE_CHECKING:  # half a second to import
-    from torch.distributed.tensor import DTensor
+    pass
 
 # of Newton-Schulz
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -99,23 +99,20 @@ class Muon(torch.optim.Optimizer):
             share = share * finite.to(gradient.dtype)
         average.lerp_(gradient, share)
         update = gradient.lerp(average, momentum)
-        if not is_sharded(p):
+        if not hasattr(p, "to_local"):
             return update
         from torch.distributed.tensor import DTensor
 
+        assert isinstance(p, DTensor)
         return DTensor.from_local(
             update, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
         )
 
 
-def is_sharded(tensor: Tensor) -> TypeGuard["DTensor"]:
-    """Return whether a tensor is a DTensor, without importing that class."""
-    return hasattr(tensor, "to_local")
-
-
 def local(tensor: Tensor) -> Tensor:
-    """Return this process's shard of a tensor, without copying it."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
+    """Return this process's shard of a tensor, without copying it. A DTensor is told
+    without importing its class."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def orthogonalise(matrices: list[Tensor], sizes: list[list[int]]) -> list[Tensor]:
@@ -193,7 +190,7 @@ def orthogonal_updates(updates: list[Tensor], sizes: list[list[int]]) -> list[Te
     owners = assign(costs, world_size)
     own: dict[int, Tensor] = {}
     for i, update in enumerate(updates):
-        whole = update.full_tensor() if is_sharded(update) else update
+        whole = update.full_tensor() if hasattr(update, "full_tensor") else update
         if owners[i] == rank:
             own[i] = whole
     own_sizes = [sizes[i] for i in own]
@@ -206,7 +203,7 @@ def orthogonal_updates(updates: list[Tensor], sizes: list[list[int]]) -> list[Te
         else:
             result = local(update).new_empty(update.shape)
         dist.broadcast(result, src=owners[i])
-        if is_sharded(update):  # FSDP2 divides rows as torch.chunk does
+        if hasattr(update, "to_local"):  # FSDP2 divides rows as torch.chunk does
             chunks = result.chunk(world_size)
             result = chunks[rank] if rank < len(chunks) else result[:0]
         results.append(result)
