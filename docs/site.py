@@ -20,8 +20,9 @@ def on_files(files: Files, config) -> Files:
     tracked = subprocess.check_output(
         ["git", "ls-files"], cwd=root, text=True
     ).splitlines()
-    wanted = {name for name in tracked if PAGE.fullmatch(name)}
-    for page in tuple(wanted):
+    pages = [name for name in tracked if PAGE.fullmatch(name)]
+    wanted = {*pages, *config.extra["polyfills"]}
+    for page in pages:
         for link in LINK.findall((root / page).read_text(encoding="utf-8")):
             wanted.add(
                 posixpath.normpath(posixpath.join(posixpath.dirname(page), link))

@@ -5,7 +5,7 @@ import math
 import re
 
 import pytest
-from helpers import chromium, data_of, wait_for
+from helpers import ROOT, chromium, data_of, wait_for
 
 from aogpt.sampling.page import PageSample, render
 
@@ -258,3 +258,17 @@ def test_boards_are_drawn_cell_by_cell_with_their_boxes_and_a_gap_between_two(sh
     assert tab.locator("#caption").inner_text() == "right"
     tab.locator("#sample").select_option("1")
     assert tab.locator("#caption").inner_text() == "wrong"
+
+
+@IN_BROWSER
+def test_the_search_of_the_site_works_in_a_page_opened_as_a_file(browser):
+    page = ROOT / "site" / "index.html"
+    if not page.exists():
+        pytest.skip("needs the site: make docs")
+    context = browser.new_context(offline=True)
+    tab = context.new_page()
+    tab.goto(page.as_uri())
+    tab.focus(".md-search__input")
+    tab.keyboard.type("speculation")
+    tab.wait_for_selector(".md-search-result__link[href*='results/speculation.html']")
+    context.close()
