@@ -9,7 +9,6 @@ import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 
 # isort: split
 import itertools
-import math
 import sys
 import time
 from collections.abc import Iterator
@@ -158,7 +157,8 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         if "temperature" in sampler:
             name += f", temperature {sampler['temperature']:g}"
             name += f", top-p {sampler['top_p']:g}"
-        show(f"{row['run']} {name}: perplexity {row['perplexity']:.2f}", flush=True)
+        perplexity = number(row["perplexity"], ".2f")
+        show(f"{row['run']} {name}: perplexity {perplexity}", flush=True)
         # After every row, so that a long sweep that is cut short leaves its rows.
         outputs.write_report(a.json, result, report_of(result), part=True)
     with outputs:
@@ -237,7 +237,7 @@ def make_samples(
 
 def number(value: float | None, form: str) -> str:
     """Return a number as a cell of the table."""
-    if not isinstance(value, int | float) or math.isnan(value):
+    if value is None:
         return "-"
     return format(value, form)
 

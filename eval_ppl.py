@@ -541,14 +541,13 @@ def result_rows(task: Task, scores: Scores, draws: int) -> list[dict]:
             "bound": "iw" if task.scorer.weighted else "mean",
             "ensemble": size,
             **vars(loss),
-            **errors_of(loss, single=draws == 1 and not task.scorer.exact),
             "perplexity": loss.perplexity,
             "perplexity_95": loss.interval(),
             "bits_per_token": loss.nll / math.log(2),
             "bits_per_byte": bits_per_byte,
             "bytes_per_token": bytes_per_token,
             "gain": -change.nll if change else None,
-            "gain_error": errors_of(change)["standard_error"] if change else None,
+            "gain_error": change.standard_error if change else None,
             "blocks": eval_set.dataset.num_blocks,
             "tokens": int(task.scored_tokens().sum()),
             "draws": 1 if task.scorer.exact else draws,
@@ -558,22 +557,12 @@ def result_rows(task: Task, scores: Scores, draws: int) -> list[dict]:
     return rows
 
 
-def errors_of(loss: Estimate, single: bool = False) -> dict[str, float | None]:
-    """Return the errors of an estimate; None for those that one sequence, one document
-    or a single Monte Carlo sample does not show. NaN stays: it is the model's."""
-    return {
-        "standard_error": loss.standard_error if loss.sequences > 1 else None,
-        "document_error": loss.document_error if loss.documents > 1 else None,
-        "monte_carlo_error": None if single else loss.monte_carlo_error,
-    }
-
-
 def difference_row(rows: list[dict], gap: Estimate) -> dict:
     """Return the comparison of two models on one text, along one order, for the JSON
     report: from their `result_rows`, and the estimate of the difference of their
     losses."""
     a, b = rows
-    half_width = gap.half_width if gap.sequences > 1 else None
+    half_width = gap.half_width
     bits = dict.fromkeys(("a", "b", "difference", "half_width_95"))
     if a["bytes_per_token"] is not None:
         unit = math.log(2) * a["bytes_per_token"]  # nats of a bit per byte
@@ -595,9 +584,11 @@ def difference_row(rows: list[dict], gap: Estimate) -> dict:
             "half_width_95": half_width,
         },
         "bits_per_byte": bits,
-        "p": gap.p_value if gap.sequences > 1 else None,
+        "p": gap.p_value,
         "p_by": "document" if gap.documents > 1 else "sequence",
-        **errors_of(gap, single=a["draws"] == 1 and not a["exact"]),
+        "standard_error": gap.standard_error,
+        "document_error": gap.document_error,
+        "monte_carlo_error": gap.monte_carlo_error,
         "sequences": gap.sequences,
         "documents": gap.documents,
         "blocks": a["blocks"],
@@ -614,10 +605,10 @@ def markdown(results: list[dict]) -> list[str]:
         head.append("gain")
     rows = []
     for r in results:
+        interval = ""
         low, high = r["perplexity_95"]
-        interval = f"{low:.3f} to {high:.3f}"
-        if r["standard_error"] is None:
-            interval = ""
+        if low is not None:
+            interval = f"{low:.3f} to {high:.3f}"
         cells = [
             r["dataset"],
             title_of(r),

@@ -79,8 +79,8 @@ def show_json(answers: Iterable[Any]) -> None:
     def fields_of(answer: Any) -> dict[str, Any]:
         row = dataclasses.asdict(answer)
         for name in ("nats", "bits_per_byte"):
-            value = getattr(answer, name, math.nan)
-            if math.isfinite(value):
+            value = getattr(answer, name, None)
+            if value is not None and math.isfinite(value):
                 row[name] = value
         return row
 
@@ -113,10 +113,10 @@ def score(
             if log_prob is not None:
                 values = f"{log_prob:9.3f} {math.exp(log_prob):8.2%}"
             show(f"{values}  {piece!r}")
-        show(
-            f"{-scored.nats:9.3f} nats, {scored.scored} tokens, "
-            f"{scored.bits_per_byte:.4f} bits a byte"
-        )
+        totals = f"{-scored.nats:9.3f} nats, {scored.scored} tokens"
+        if scored.bits_per_byte is not None:
+            totals += f", {scored.bits_per_byte:.4f} bits a byte"
+        show(totals)
 
 
 def span_of(words: str) -> tuple[int, int]:

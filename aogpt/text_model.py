@@ -76,11 +76,11 @@ class Scored:
         return self.nats / max(1, self.scored)
 
     @property
-    def bits_per_byte(self) -> float:
+    def bits_per_byte(self) -> float | None:
         """Return -log2 p of the tokens that are scored, divided by the number of their
-        bytes; NaN where they have no bytes, as the end of a text alone."""
+        bytes; None where they have no bytes, as the end of a text alone."""
         if not self.bytes:
-            return math.nan
+            return None
         return self.nats / math.log(2) / self.bytes
 
 

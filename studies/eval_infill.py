@@ -348,7 +348,8 @@ def table_of(rows: list[dict]) -> list[str]:
         mean, half = mean_and_half_width(row["nll"], row["documents"])
         bound = "≥ " if row["mode"] == RESAMPLING else ""  # see the notes
         line = [row["run"], row["given"], row["mode"]]
-        line += [f"{bound}{mean:.4f}", f"± {half:.4f}"]
+        interval = "unknown" if half is None else f"± {half:.4f}"
+        line += [f"{bound}{mean:.4f}", interval]
         for key in ("rouge_1", "rouge_2", "rouge_l"):
             line.append(f"{statistics.mean(row[key]):.3f}")
         cells.append(line)
@@ -357,9 +358,9 @@ def table_of(rows: list[dict]) -> list[str]:
 
 def mean_and_half_width(
     values: list[float], documents: list[int]
-) -> tuple[float, float]:
+) -> tuple[float, float | None]:
     """Return the mean of N values and half the width of its 95% interval: by passage
-    or, where that is wider, by document."""
+    or, where that is wider, by document; None for one value."""
     mean = estimate(torch.tensor(values), documents=torch.tensor(documents))
     return mean.nll, mean.half_width
 

@@ -4,7 +4,6 @@ standard error or None]}.
 """
 
 import functools
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,12 +71,6 @@ def measured_by(command: list[str]) -> Measured:
     return of_perplexity(report)
 
 
-def finite(value: float | None) -> float | None:
-    if value is None or math.isnan(value):
-        return None
-    return value
-
-
 def of_perplexity(result: dict) -> Measured:
     """Return the figures of a report of eval_ppl.py in nats per token: eval_ORDERS for
     the first dataset, and nats_DATASET_ORDERS for each. The name ends in _mM for an
@@ -90,11 +83,11 @@ def of_perplexity(result: dict) -> Measured:
         name = name.replace(":block=", "")
         if row["ensemble"] > 1:
             name += f"_m{row['ensemble']}"
-        loss = [row["nll"], finite(row["monte_carlo_error"])]
+        loss = [row["nll"], row["monte_carlo_error"]]
         figures.setdefault(f"eval_{name}", loss)
         figures[f"nats_{row['dataset']}_{name}"] = loss
         if row["gain"] is not None:
-            gain = [row["gain"], finite(row["gain_error"])]
+            gain = [row["gain"], row["gain_error"]]
             figures.setdefault(f"gain_{name}", gain)
     return figures
 
@@ -104,8 +97,7 @@ def of_answers(report: dict) -> Measured:
     exact_TASK."""
     figures = {}
     for row in report["results"]:
-        error = finite(row["standard_error"])
-        figures[f"exact_{row['task']}"] = [row["exact_match"], error]
+        figures[f"exact_{row['task']}"] = [row["exact_match"], row["standard_error"]]
     return figures
 
 
@@ -142,10 +134,11 @@ def unigram(folder: str, split: str = "val") -> float:
     return float(nats.sum())
 
 
-def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and half the width of its 95% interval (Student's t)."""
+def mean_and_half_width(values: Sequence[float]) -> tuple[float, float | None]:
+    """Return the mean and half the width of its 95% interval (Student's t); None for
+    one value."""
     mean, error = mean_and_error(values)
-    half_width = math.nan
-    if len(values) > 1:
+    half_width = None
+    if error is not None:
         half_width = t_quantile(len(values) - 1) * error
     return mean, half_width

@@ -25,13 +25,13 @@ def ngrams(samples: Iterable[Sequence[int]], n: int) -> Counter:
     return counts
 
 
-def jensen_shannon(one: Counter, other: Counter) -> float:
+def jensen_shannon(one: Counter, other: Counter) -> float | None:
     """Return the Jensen-Shannon divergence of two distributions of counts in nats, 0 to
-    log 2; NaN if one is empty."""
+    log 2; None if one is empty."""
     one_total = one.total()
     other_total = other.total()
     if one_total == 0 or other_total == 0:
-        return math.nan
+        return None
     divergence = 0.0
     for key in one.keys() | other.keys():
         p = one[key] / one_total
@@ -43,7 +43,9 @@ def jensen_shannon(one: Counter, other: Counter) -> float:
     return divergence
 
 
-def divergences(samples: Sequence[Sequence[int]], dataset: str) -> dict[str, float]:
+def divergences(
+    samples: Sequence[Sequence[int]], dataset: str
+) -> dict[str, float | None]:
     """Return js_2, the divergence of the samples' 2-grams from those of the held-out
     text of a dataset with the same tokenizer, in nats; and js_2_text, that of about as
     much other text from there, below which no samples need to come.

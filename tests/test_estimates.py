@@ -51,16 +51,31 @@ def test_the_error_of_a_weighted_bound_is_its_spread_over_draws(spread, draws):
     assert pair.monte_carlo_error == pytest.approx(both.item(), rel=1e-6)
 
 
-def test_what_one_sequence_or_one_draw_does_not_tell_is_nan():
+def test_what_one_sequence_or_one_draw_does_not_tell_is_none():
     one = estimate(torch.tensor([2.0]))
     assert one.nll == 2.0
-    assert math.isnan(one.standard_error)
+    assert one.standard_error is None
+    assert one.half_width is None
+    assert one.interval() == (None, None)
+    assert one.p_value is None
     assert one.sequences == 1
     exact = estimate(torch.tensor([1.0, 2.0]))
     assert exact.monte_carlo_error == 0
-    single = estimate(torch.tensor([[1.0], [2.0]]))
-    assert math.isnan(single.monte_carlo_error)
+    single_draw = torch.tensor([[1.0], [2.0]])
+    single = estimate(single_draw)
+    assert single.monte_carlo_error is None
+    assert (
+        estimate(single_draw, torch.tensor([[1.0, 2.0]] * 2)).monte_carlo_error is None
+    )
     assert single.standard_error == exact.standard_error > 0
+
+
+def test_a_nan_of_the_model_is_every_number_of_its_estimate():
+    values = torch.tensor([[1.0, 2.0], [3.0, math.nan], [2.0, 2.0]])
+    got = estimate(values, documents=torch.tensor([0, 0, 1]))
+    numbers = [got.nll, got.standard_error, got.monte_carlo_error, got.document_error]
+    numbers += [got.perplexity, got.half_width, *got.interval(), got.p_value]
+    assert all(math.isnan(number) for number in numbers)
 
 
 def test_parts_add_up():
@@ -90,7 +105,7 @@ def test_documents_are_clusters():
     # of a document each: the same error
     every = estimate(values, documents=torch.arange(5))
     assert every.document_error == pytest.approx(every.standard_error)
-    assert math.isnan(estimate(values).document_error)
+    assert estimate(values).document_error is None
 
 
 def test_intervals_cover_where_the_blocks_of_a_document_are_alike():
@@ -122,7 +137,6 @@ def test_intervals_are_students_t():
     }
     for degrees, expected in table.items():
         assert t_quantile(degrees) == pytest.approx(expected, abs=1e-5)
-    assert math.isnan(t_quantile(0))
     expected = math.exp(1 - 0.257058), math.exp(1 + 0.257058)
     six_texts = Estimate(
         nll=1.0, standard_error=0.1, sequences=6, monte_carlo_error=0.02

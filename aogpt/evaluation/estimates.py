@@ -7,7 +7,6 @@ masks or contexts were sampled for *these texts*, which falls with their number.
 
 N sequences, D Monte Carlo samples."""
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,14 +16,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over sequences, in nats per token, and its errors."""
+    """A mean over sequences, in nats per token, and its errors. An error that the data
+    cannot show is None; NaN is always a result of the model."""
 
     nll: float
-    standard_error: float  # over sequences; NaN for one sequence
+    standard_error: float | None  # over sequences; None for one sequence
     sequences: int
-    monte_carlo_error: float = 0.0  # given the texts; NaN for a single sample
+    monte_carlo_error: float | None = 0.0  # given the texts; None for a single sample
     documents: int = 1  # that the sequences come from
-    document_error: float = math.nan  # standard error by document; NaN for a single one
+    document_error: float | None = None  # over documents; None for one document
 
     @property
     def perplexity(self) -> float:
@@ -32,33 +32,40 @@ class Estimate:
         return float(np.exp(self.nll))
 
     @property
-    def half_width(self) -> float:
+    def half_width(self) -> float | None:
         """Return half the width of the 95% interval of the mean, over texts and
         samples: by sequence or, where that is wider and there are several documents, by
-        document."""
+        document. None for one sequence."""
+        if self.standard_error is None:
+            return None
         half = t_quantile(self.sequences - 1) * self.standard_error
-        if self.documents > 1:
+        if self.document_error is not None:
             by_document = t_quantile(self.documents - 1) * self.document_error
             half = max(half, by_document)
         return half
 
-    def interval(self) -> tuple[float, float]:
-        """Return the 95% interval of the perplexity."""
+    def interval(self) -> tuple[float | None, float | None]:
+        """Return the ends of the 95% interval of the perplexity; None for one
+        sequence."""
         half = self.half_width
+        if half is None:
+            return None, None
         low = np.exp(self.nll - half)
         high = np.exp(self.nll + half)
         return float(low), float(high)
 
     @property
-    def p_value(self) -> float:
+    def p_value(self) -> float | None:
         """Return the two-sided p-value of a t test of a mean of 0: by document where
-        there are several, else over sequences. NaN for one sequence."""
+        there are several, else over sequences. None for one sequence."""
         error = self.standard_error
         count = self.sequences
-        if self.documents > 1:
+        if self.document_error is not None:
             error = self.document_error
             count = self.documents
-        if count > 1 and (self.nll == 0 or error == 0):  # all are the same
+        if error is None:
+            return None
+        if self.nll == 0 or error == 0:  # all are the same
             return float(self.nll == 0)
         from scipy import stats  # takes two thirds of a second
 
@@ -93,10 +100,10 @@ def estimate(
     # A mean by tokens is a ratio of two sums; this is the linear approximation of its
     # error.
     deviations = weights * (means - nll)
-    error = math.nan
+    error = None
     if N > 1:
         error = float(deviations.std()) / N**0.5
-    document_error = math.nan
+    document_error = None
     clusters = 1
     if documents is not None:
         _, cluster = documents.unique(return_inverse=True)
@@ -106,16 +113,18 @@ def estimate(
         if clusters > 1:
             document_error = float(sums.std()) * clusters**0.5 / N
 
-    variance = 0
-    for part in parts:
-        if part.dim() == 2:
-            samples = weights[:, None] * part.double()
-            variance += _monte_carlo(samples, joint)
+    sampled = [part for part in parts if part.dim() == 2]
+    monte_carlo_error = None
+    if all(part.shape[1] > 1 for part in sampled):
+        variance = 0.0
+        for part in sampled:
+            variance += _monte_carlo(weights[:, None] * part.double(), joint)
+        monte_carlo_error = variance**0.5
     return Estimate(
         nll=nll,
         standard_error=error,
         sequences=N,
-        monte_carlo_error=variance**0.5,
+        monte_carlo_error=monte_carlo_error,
         documents=clusters,
         document_error=document_error,
     )
@@ -124,8 +133,6 @@ def estimate(
 def _monte_carlo(samples: Tensor, joint: bool) -> float:
     """Return the variance of the mean of (N, D) samples given the data."""
     N, D = samples.shape
-    if D == 1:
-        return math.nan
     if joint:
         means = samples.mean(dim=0)
         return float(means.var() / D)
@@ -134,8 +141,8 @@ def _monte_carlo(samples: Tensor, joint: bool) -> float:
 
 
 def t_quantile(degrees: float) -> float:
-    """Return the quantile of Student's t for a 95% interval; NaN for no degrees of
-    freedom."""
+    """Return the quantile of Student's t for a 95% interval. degrees: of freedom, above
+    0."""
     from scipy import stats
 
     return float(stats.t.ppf(0.975, degrees))

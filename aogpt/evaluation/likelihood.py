@@ -386,7 +386,7 @@ def importance_weighted(
     weights = scored / scored.mean()
     mean = estimate(bound, weights=weights, documents=documents)
     if D == 1:
-        return replace(mean, monte_carlo_error=math.nan)
+        return replace(mean, monte_carlo_error=None)
     # The log of the sum of the others, for each order: of those before and those after.
     before = log_p.logcumsumexp(dim=1)
     after = log_p.flip(1).logcumsumexp(dim=1).flip(1)

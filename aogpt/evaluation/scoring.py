@@ -5,7 +5,6 @@ To add a measure of a sample's token ids: a function and a row of `MEASURES` in
 text_measures.py. One that needs the text or the whole set: `score_samples`."""
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -130,7 +129,7 @@ def score_samples(
     if len(results) > 1 and len(distinct_samples) == 1:
         # One sample, drawn several times, shows no error.
         for key in ("standard_error", "perplexity_low", "perplexity_high"):
-            of_all[key] = math.nan
+            of_all[key] = None
     return {
         "run": samples.name,
         "tokens_judged": judged_as,

@@ -1,6 +1,6 @@
 """Measures of generated text that need no model, and averages over samples of those
-that do. A measure of a sample that does not exist is None, and no average counts it. To
-add one: a function, and a row of
+that do. A measure of a sample that does not exist is None, and no average counts it; an
+average of nothing is None, too. To add a measure: a function, and a row of
 `MEASURES`."""
 
 import math
@@ -78,29 +78,32 @@ MEASURES = {
 
 def corpus_perplexity(
     totals: Sequence[float], counts: Sequence[int]
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """Return exp(all nats / all scored tokens), its 95% interval over samples, and both
-    as nats, from the -log p of each sample and its scored tokens."""
+    as nats, from the -log p of each sample and its scored tokens. Perplexity is None
+    where no token is scored, and its errors are None for one sample."""
     nats = torch.tensor(totals, dtype=torch.float64)
     tokens = torch.tensor(counts, dtype=torch.float64)
     is_scored = tokens > 0
     nats = nats[is_scored]
     tokens = tokens[is_scored]
-    nll = math.nan
-    error = math.nan
-    half = math.nan
-    if len(tokens) > 0:
-        mean = estimate(nats / tokens, weights=tokens / tokens.mean())
-        nll = mean.nll
-        error = mean.standard_error
-        half = mean.half_width
-    return {
-        "nll": nll,
-        "standard_error": error,
-        "perplexity": exp(nll),
-        "perplexity_low": exp(nll - half),
-        "perplexity_high": exp(nll + half),
+    result: dict[str, float | None] = {
+        "nll": None,
+        "standard_error": None,
+        "perplexity": None,
+        "perplexity_low": None,
+        "perplexity_high": None,
     }
+    if len(tokens) == 0:
+        return result
+    mean = estimate(nats / tokens, weights=tokens / tokens.mean())
+    result["nll"] = mean.nll
+    result["perplexity"] = exp(mean.nll)
+    if mean.half_width is not None:
+        result["standard_error"] = mean.standard_error
+        result["perplexity_low"] = exp(mean.nll - mean.half_width)
+        result["perplexity_high"] = exp(mean.nll + mean.half_width)
+    return result
 
 
 def exp(value: float) -> float:
@@ -109,13 +112,16 @@ def exp(value: float) -> float:
     return float(exponent.exp())
 
 
-def mean_and_error(values: Sequence[float | None]) -> tuple[float, float]:
-    """Return the mean and standard error over the values that exist."""
+def mean_and_error(
+    values: Sequence[float | None],
+) -> tuple[float | None, float | None]:
+    """Return the mean and standard error over the values that exist; None where there
+    are too few."""
     numbers = [value for value in values if value is not None]
     N = len(numbers)
     sample = torch.tensor(numbers, dtype=torch.float64)
-    mean = math.nan
-    error = math.nan
+    mean = None
+    error = None
     if N > 0:
         mean = float(sample.mean())
     if N > 1:
