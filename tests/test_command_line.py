@@ -164,6 +164,19 @@ def test_a_mistake_is_told_in_one_line(body, status, err, monkeypatch, capsys):
     assert (stop.value.code, printed.out, printed.err.strip()) == (status, "", err)
 
 
+def test_under_torchrun_a_mistake_stands_once_at_the_end():
+    launch = "-m torch.distributed.run --standalone --nproc_per_node=2 train.py"
+    words = [*launch.split(), "configs/quickstart.toml", "--data.folder", "/nowhere"]
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    message = "error: /nowhere is not a prepared dataset"
+    assert done.stderr.count(message) == 1
+    *_, last, frame = done.stderr.splitlines()
+    assert message in last
+    assert set(frame) == {"="}
+
+
 BUG = """
 import sample
 from aogpt import model

@@ -4,9 +4,12 @@ printing."""
 import functools
 import gc
 import inspect
+import json
 import os
 import re
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
@@ -28,6 +31,7 @@ CONTROL = re.compile(
 LONGEST_MESSAGE = (
     2000  # characters of an error: an option, or a path in it, may be long
 )
+PEER_SECONDS = 3.0  # within which torchrun ends the processes beside one that has ended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,15 +187,32 @@ def run_script(main: Callable[[], int | None]) -> None:
                 raise
         if os.environ.get("AOGPT_TRACEBACK"):
             traceback.print_exc()
-        rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
         if isinstance(error, OSError) and error.errno and error.filename is None:
             advice = "the output cannot be written: "  # a full disk: names no file
-        message = visible(f"error{rank}: {advice}{error}", one_line=True)
+        message = visible(f"{advice}{error}", one_line=True)
         if len(message) > LONGEST_MESSAGE:
             message = f"{message[:LONGEST_MESSAGE]}... ({len(message):,} characters)"
-        show(message, file=sys.stderr)
+        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if file and isinstance(error, UserError | FileNotFoundError):
+            tell_torchrun(f"error: {message}", file)
+        else:
+            rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
+            show(f"error{rank}: {message}", file=sys.stderr)
         status = 2
     sys.exit(status)
+
+
+def tell_torchrun(message: str, file: str) -> None:
+    """Write why this process ends to the file that torchrun reads: it prints the
+    message last, after its own traceback. A mistake of the user is one of all
+    processes. torchrun ends the others when the first one on a machine has ended, so
+    only a mistake that is theirs alone is told by them."""
+    if os.environ.get("LOCAL_RANK") != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(PEER_SECONDS)
+    reason = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+    with open(file, "w") as stream:
+        json.dump({"message": reason}, stream)
 
 
 def open_closed_streams() -> None:
