@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 
 from . import checkpoints
 from .data.pieces import token_text
@@ -47,6 +48,7 @@ from .scoring import joint_log_probs, masked_logits, token_log_probs
 
 TEMPERATURE = 0.7  # of generated text
 BATCH_TOKENS = 4096  # of texts that are scored in one pass
+PROGRESS_SECONDS = 2.0  # before a bar appears
 BRACKETS = re.compile(r"\[([^\[\]]*\|[^\[\]]*)\]")  # of alternatives
 MOST_ALTERNATIVES = 512  # combinations of the brackets of a text
 
@@ -135,7 +137,7 @@ def load(
     path: str | Path,
     *,
     weights: Literal["ema", "raw"] = "ema",
-    device: str | torch.device = "cpu",
+    device: str | torch.device = "auto",
     block_size: int | None = None,
     checkpoint: str = "last",
 ) -> "TextModel":
@@ -223,7 +225,7 @@ class TextModel:
     def score(
         self,
         texts: Sequence[str],
-        order: str | Tensor = "l2r",
+        order: str | Sequence[int] | Tensor = "l2r",
         seed: int = 0,
         end: bool = False,
         *,
@@ -238,7 +240,8 @@ class TextModel:
             texts: scored in batches. Longer texts than a block are scored in blocks,
                 each by itself. "<|endoftext|>" ends a document: it is one token, of no
                 bytes.
-            order: "l2r", "random" or another kind of orders.py, or a permutation (T,).
+            order: "l2r", "random" or another kind of orders.py, or a permutation of the
+                T places of each text, such as [2, 0, 1].
             seed: the seed of the orders, which are the same for texts of one length.
             end: score the end of each text, too, as one more token.
             predict: spans of characters, the same in each text: [(3, 7), (20, 21)] are
@@ -275,7 +278,11 @@ class TextModel:
         return self._score(texts, order, seed, end)
 
     def _score(
-        self, texts: list[str], order: str | Tensor, seed: int, end: bool
+        self,
+        texts: list[str],
+        order: str | Sequence[int] | Tensor,
+        seed: int,
+        end: bool,
     ) -> list[Scored]:
         ids_of_texts = []
         blocks = []
@@ -432,9 +439,13 @@ class TextModel:
         )
 
     def _order(
-        self, order: str | Tensor, length: int, seed: int, number: int
+        self, order: str | Sequence[int] | Tensor, length: int, seed: int, number: int
     ) -> Tensor:
         """Return the order (T,) of block `number` of a text."""
+        if isinstance(order, list | tuple):
+            if not all(type(place) is int for place in order):
+                raise UserError(f"order is {order!r:.40}: give a list of whole numbers")
+            order = torch.tensor(order)
         if isinstance(order, Tensor):
             left_to_right = list(range(length))
             self._check_any_order(order.tolist() == left_to_right)
@@ -447,7 +458,7 @@ class TextModel:
         if not isinstance(order, str):
             raise UserError(
                 f"order is {order!r}: give the name of a kind, such as 'l2r' or "
-                "'random', or a tensor of places: torch.tensor([1, 0, 2])"
+                "'random', or a list of places, such as [1, 0, 2]"
             )
         with _python_names():
             config = parse_order(order, "order")
@@ -476,19 +487,24 @@ class TextModel:
         where none is scored. Rows of similar length share a pass."""
         log_probs: list[list[float | None]] = [[] for _ in rows]
         by_length = sorted(range(len(rows)), key=lambda number: len(rows[number]))
-        while by_length:
-            longest = len(rows[by_length[-1]])
-            size = max(1, BATCH_TOKENS // longest)
-            batch = by_length[-size:]
-            del by_length[-size:]
-            log_probs_of_batch = self._log_probs_of_batch(
-                [rows[number] for number in batch], [orders[number] for number in batch]
-            )
-            for number, log_probs_of_row in zip(batch, log_probs_of_batch, strict=True):
-                first = orders[number][: self.loaded.scored_from]
-                for position in first.tolist():
-                    log_probs_of_row[position] = None
-                log_probs[number] = log_probs_of_row
+        with progress_of(len(rows), "block") as bar:
+            while by_length:
+                longest = len(rows[by_length[-1]])
+                size = max(1, BATCH_TOKENS // longest)
+                batch = by_length[-size:]
+                del by_length[-size:]
+                log_probs_of_batch = self._log_probs_of_batch(
+                    [rows[number] for number in batch],
+                    [orders[number] for number in batch],
+                )
+                for number, log_probs_of_row in zip(
+                    batch, log_probs_of_batch, strict=True
+                ):
+                    first = orders[number][: self.loaded.scored_from]
+                    for position in first.tolist():
+                        log_probs_of_row[position] = None
+                    log_probs[number] = log_probs_of_row
+                bar.update(len(batch))
         return log_probs
 
     def _log_probs_of_batch(
@@ -627,9 +643,11 @@ class TextModel:
         texts = checked_texts(texts)
         self._warn_of_special(texts, has_masks=True)
         likely = []
-        for place, text in enumerate(texts, 1):
-            with in_list(place, len(texts)):
-                likely.append(self._blanks(text, top))
+        with progress_of(len(texts), "text") as bar:
+            for place, text in enumerate(texts, 1):
+                with in_list(place, len(texts)):
+                    likely.append(self._blanks(text, top))
+                bar.update()
         return likely
 
     @torch.no_grad()
@@ -669,9 +687,11 @@ class TextModel:
         texts = checked_texts(texts)
         self._warn_of_special(texts, but_end=True)
         ranked = []
-        for place, text in enumerate(texts, 1):
-            with in_list(place, len(texts)):
-                ranked.append(self._rank(text, end))
+        with progress_of(len(texts), "text") as bar:
+            for place, text in enumerate(texts, 1):
+                with in_list(place, len(texts)):
+                    ranked.append(self._rank(text, end))
+                bar.update()
         return ranked
 
     def _rank(self, text: str, end: bool) -> list[Alternative]:
@@ -787,6 +807,17 @@ def checked_texts(texts: Any) -> list[str]:
                 "a string"
             )
     return list(texts)
+
+
+def progress_of(count: int, unit: str) -> tqdm:
+    """Return a progress bar for a list that takes more than seconds, on a terminal."""
+    return tqdm(
+        total=count,
+        unit=unit,
+        delay=PROGRESS_SECONDS,
+        disable=None,  # without a terminal
+        leave=False,
+    )
 
 
 @contextlib.contextmanager

@@ -118,7 +118,7 @@ def test_parts_of_a_text_are_scored_given_the_rest(system):
         assert math.isclose(joint.log_prob, again.log_prob, rel_tol=1e-5)
         each = []
         for order in itertools.permutations([0, 2, 3]):
-            (scored,) = text.score([words], torch.tensor([1, *order]))
+            (scored,) = text.score([words], [1, *order])
             each.append(sum(scored.log_probs[position] for position in order))
         mean = math.log(sum(map(math.exp, each)) / 6)
         assert math.isclose(joint.log_prob, mean, rel_tol=1e-4)
