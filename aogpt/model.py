@@ -152,27 +152,53 @@ class ModelConfig:
 
 
 class Pass:
-    """The state that the blocks of one pass share: how steps attend, and their targets.
+    """What the blocks of one pass share: where inputs stand, which positions they
+    predict, and how they attend.
 
-    This is the training pass. Those of scoring, systems/ and sampling/ override
-    `attend`, `modulation` and `lookup`."""
+    This is the training pass. Those of systems/ and sampling/ override `attend`,
+    `modulation` and `lookup`."""
 
-    # Passes without target positions have neither of the two.
-    targets: Tensor  # (B, T) the position that each step predicts: AO-GPT's order
-    inverse: Tensor  # (B, T) the step that predicts each position
+    targets: Tensor  # (B, T) AO-GPT's order; a pass without targets has none
 
-    def __init__(self, config: ModelConfig, targets: Tensor | None):
+    def __init__(
+        self,
+        model: "Transformer",
+        positions: Tensor,
+        targets: Tensor | None = None,
+        inverse: Tensor | None = None,
+        adaln_input: Tensor | None = None,
+        allowed: Tensor | None = None,
+    ):
+        """Make a pass of a model in the mode (training or not) that it is in.
+
+        positions (B, T): where the inputs stand. targets (B, T): the positions that
+        they predict, if these differ; inverse: see `inverse_permutation`. adaln_input:
+        what adaLN reads, of AO-GPT (block_size, cond_dim) silu(wtpe). allowed
+        (B, 1, T, T): True where step i sees an input; None: inputs 0..i."""
+        config = model.config
+        self.inverse = inverse
+        self.allowed = allowed
+        self.adaln_input = adaln_input
+        self.hide_start = config.start == "hidden"
+        self.dropout = config.dropout if model.training else 0.0
+        # (cos, sin) of rotary positions, see `rotate`
+        self.key_angles: tuple[Tensor, Tensor] | None = None
+        self.query_angles: tuple[Tensor, Tensor] | None = None
+        if model.angles is not None:
+            self.key_angles = model.angles_at(positions)
+            self.query_angles = self.key_angles
         if targets is not None:
             self.targets = targets
-            self.inverse = inverse_permutation(targets)
-        # (block_size, cond_dim) silu(wtpe), all that adaLN reads: set by `hidden`
-        self.adaln_input: Tensor | None = None
-        self.hide_start = config.start == "hidden"
-        self.dropout = 0.0  # set by `run_blocks`
-        # (cos, sin) of rotary positions, see `rotate`: set by `trunk`, as is `added`
-        self.query_angles: tuple[Tensor, Tensor] | None = None
-        self.key_angles: tuple[Tensor, Tensor] | None = None
+            if model.angles is not None and config.target != "none":
+                # A key is at row s[j - 1] + 1, so the query of target s[i] is at row
+                # s[i] + 1. "before_target": at s[i], as in a plain GPT, whose query is
+                # at the token before.
+                shift = int(config.query_at == "target")
+                self.query_angles = model.angles_at(targets + shift)
         self.added: Tensor | None = None  # (B, T, D), added before every block
+        if config.target == "shared":
+            assert model.wtpe is not None
+            self.added = self.lookup(model.wtpe.weight)
 
     def enter(self, layer: int) -> None:
         """Note that block `layer` comes next; n_layer is the final norm. A pass with a
@@ -185,7 +211,15 @@ class Pass:
         v: Tensor,
     ) -> Tensor:
         """Return the output of attention, (B, T, D), for q, k and v of the shape
-        (B, T, H, D/H): step i sees inputs 0..i."""
+        (B, T, H, D/H)."""
+        if self.allowed is not None:
+            return attention(
+                q,
+                k,
+                v,
+                mask=self.allowed,
+                dropout=self.dropout,
+            )
         if not self.hide_start:
             return attention(
                 q,
@@ -420,7 +454,7 @@ class Projection(nn.Linear, Layer):
         self.init_std = 0.02 / math.sqrt(2 * c.n_layer)
 
 
-def rotary_angles(c: ModelConfig, device: torch.device | None = None) -> Tensor:
+def rotary_angles(c: ModelConfig) -> Tensor:
     """Return cosines and sines of the positions' angles, float64
     (block_size + 1, 2, D/H/2).
 
@@ -443,12 +477,7 @@ def rotary_angles(c: ModelConfig, device: torch.device | None = None) -> Tensor:
         frequency = frequency * (share + (1 - share) / factor)
     positions = torch.arange(c.block_size + 1, dtype=torch.float64)
     angle = positions[:, None] * frequency
-    angles = torch.stack([angle.cos(), angle.sin()], dim=1)
-    if device is None:
-        return angles
-    if device.type == "mps":  # which has no float64
-        angles = angles.float()
-    return angles.to(device)
+    return torch.stack([angle.cos(), angle.sin()], dim=1)
 
 
 def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
@@ -693,6 +722,7 @@ class Transformer(Layer):
         self.drop = nn.Dropout(config.dropout)
         self.start: nn.Parameter | None = None  # [None]
         self.wpe: PositionTable | None = None
+        self.wtpe: TargetTable | None = None  # a table of target positions
 
     def add_blocks(self, block_type: type[nn.Module]) -> None:
         """Make blocks, final norm and head, which come last among the parameters."""
@@ -710,17 +740,19 @@ class Transformer(Layer):
         self.loss = HeadLoss(c)
         self.make_angles()
 
-    def make_angles(self, device: torch.device | None = None) -> None:
-        """Make the buffer of the angles of rotary positions: see `rotary_angles`."""
+    def make_angles(self) -> None:
+        """Make the buffer of the angles of rotary positions (`rotary_angles`), which is
+        float32 in a bfloat16 model, too."""
         angles = None
         if self.config.rotates:
-            angles = rotary_angles(self.config, device)
+            weight = self.head.weight
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            angles = rotary_angles(self.config).to(dtype).to(weight.device)
         self.register_buffer("angles", angles, persistent=False)
 
     def _apply(self, *arguments, **keywords):  # .to() and its like
         super()._apply(*arguments, **keywords)
-        # Angles stay exact in a bfloat16 model.
-        self.make_angles(self.head.weight.device)
+        self.make_angles()  # from float64 again
         return self
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -737,7 +769,6 @@ class Transformer(Layer):
     def run_blocks(self, x: Tensor, p: Pass) -> Tensor:
         """Return the final hidden states (B, T, D) of embedded inputs x (B, T, D): run
         all blocks and the final norm."""
-        p.dropout = self.config.dropout if self.training else 0.0
         x = self.drop(x)
         first_values = None
         for layer, block in enumerate(self.blocks):
@@ -751,13 +782,11 @@ class Transformer(Layer):
         shift, scale = p.modulation(self.adaln_f, parts=2)
         return self.norm_f(x) * (1 + scale) + shift
 
-    def angles_at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def angles_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines for `rotate`, (B, T, 1, D/H / 2) each, at
         positions (B, T)."""
         assert self.angles is not None
-        at_least_float32 = torch.promote_types(dtype, torch.float32)
-        angles = self.angles.to(at_least_float32)
-        rows = angles[positions]  # (B, T, 2, D/H / 2)
+        rows = self.angles[positions]  # (B, T, 2, D/H / 2)
         rows = rows.unsqueeze(-3)  # for all heads
         cos, sin = rows.unbind(-2)
         return cos, sin
@@ -789,7 +818,6 @@ class AOGPT(Transformer):
         self.start = nn.Parameter(torch.zeros(c.n_embd))
         if c.position != "rotary":
             self.wpe = PositionTable(c, c.block_size + 1, c.n_embd)
-        self.wtpe: TargetTable | None = None
         if c.target == "adaln":
             self.wtpe = ConditionTable(c)
         elif c.target in ("input", "shared"):
@@ -814,42 +842,30 @@ class AOGPT(Transformer):
     def hidden(self, tokens: Tensor, order: Tensor) -> Tensor:
         """Return the final hidden states (B, T, D); state i predicts position
         order[:, i]."""
-        # Scoring and decoding embed other inputs and call `trunk`: what conditions a
-        # step on its target belongs there.
+        # Scoring and decoding embed other inputs, under another pass.
         in_tokens, in_positions = shifted_inputs(tokens, order)
         x = self.embed(in_tokens, in_positions)
-        p = Pass(self.config, order)
+        adaln_input = None
         if self.adaln_f is not None:
-            p.adaln_input = self.target_vectors()
-        return self.trunk(x, in_positions, p)
+            adaln_input = self.target_vectors()
+        p = Pass(
+            self,
+            in_positions,
+            targets=order,
+            inverse=inverse_permutation(order),
+            adaln_input=adaln_input,
+        )
+        return self.trunk(x, p)
 
     def target_vectors(self) -> Tensor:
         """Return the input of adaLN by target position, (block_size, cond_dim)."""
         assert self.wtpe is not None
         return F.silu(self.wtpe.weight)
 
-    def trunk(
-        self,
-        x: Tensor,
-        in_positions: Tensor,
-        p: Pass,
-    ) -> Tensor:
-        """Return the final hidden states (B, T, D) of embedded inputs x (B, T, D) at
-        positions (B, T): condition each step on its target, then run the blocks."""
-        target = self.config.target
-        if self.angles is not None:
-            p.key_angles = self.angles_at(in_positions, x.dtype)
-            p.query_angles = p.key_angles
-            if target != "none":
-                # A key is at row s[j - 1] + 1, so the query of target s[i] is at row
-                # s[i] + 1. "before_target": at s[i], as in a plain GPT, whose query is
-                # at the token before.
-                shift = int(self.config.query_at == "target")
-                p.query_angles = self.angles_at(p.targets + shift, x.dtype)
-        if self.wtpe is not None and target == "input":
+    def trunk(self, x: Tensor, p: Pass) -> Tensor:
+        """Return the final hidden states (B, T, D) of embedded inputs x (B, T, D)."""
+        if self.wtpe is not None and self.config.target == "input":
             x = x + p.lookup(self.wtpe.weight)
-        elif self.wtpe is not None and target == "shared":
-            p.added = p.lookup(self.wtpe.weight)
         return self.run_blocks(x, p)
 
 

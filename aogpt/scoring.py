@@ -14,7 +14,6 @@ from .model import (
     ModelConfig,
     Pass,
     Transformer,
-    attention,
     inverse_permutation,
     shifted_inputs,
 )
@@ -211,34 +210,6 @@ def parallel_log_probs(
     return log_probs
 
 
-class MaskedPass(Pass):
-    """A training pass with a mask (B, 1, T, T), bool: True where step i sees an
-    input."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        targets: Tensor,
-        allowed: Tensor,
-    ):
-        super().__init__(config, targets)
-        self.allowed = allowed
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> Tensor:
-        """Return the output of attention, (B, T, D), for q, k and v (B, T, H, D/H)."""
-        return attention(
-            q,
-            k,
-            v,
-            mask=self.allowed,
-        )
-
-
 def parallel_hidden(
     model: Transformer, tokens: Tensor, order: Tensor, known: Tensor
 ) -> Tensor:
@@ -259,11 +230,18 @@ def parallel_hidden(
     in_positions = in_positions.gather(1, source)
     allowed = (steps < source.unsqueeze(2)) | (steps == steps[:, None])  # (B, T, T)
     allowed = without_start(allowed, steps[:, None], model.config)
-    p = MaskedPass(model.config, order, allowed.unsqueeze(1))
+    adaln_input = None
     if decoder.adaln_f is not None:
-        p.adaln_input = decoder.target_vectors()
-    x = decoder.embed(in_tokens, in_positions)
-    return decoder.trunk(x, in_positions, p)
+        adaln_input = decoder.target_vectors()
+    p = Pass(
+        decoder,
+        in_positions,
+        targets=order,
+        inverse=inverse_permutation(order),
+        adaln_input=adaln_input,
+        allowed=allowed.unsqueeze(1),
+    )
+    return decoder.trunk(decoder.embed(in_tokens, in_positions), p)
 
 
 def without_start(

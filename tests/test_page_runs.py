@@ -32,6 +32,7 @@ RECIPES = {
 # Lines that neither recipe needs: other targets, a hidden [None], what the Llama family
 # has, and what serves other files.
 UNREACHED = {
+    "return attention(",
     "heads_per_value = q.shape[2] // v.shape[2]",
     "start_value = v[:, :1].repeat_interleave(heads_per_value, dim=2)",
     "rest = attention(",
@@ -45,7 +46,8 @@ UNREACHED = {
     "self.head.weight = self.wte.weight",
     "return self.head_logits(self.hidden(*inputs))",
     "self.wtpe = TargetTable(c, c.n_embd)",
-    "p.added = p.lookup(self.wtpe.weight)",
+    "assert model.wtpe is not None",
+    "self.added = self.lookup(model.wtpe.weight)",
     "raise ValueError(",
 }
 

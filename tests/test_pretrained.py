@@ -404,7 +404,7 @@ def test_a_sliding_window_bounds_the_block(tmp_path):
         logits = loaded.model.logits(tokens[:, :16], order)
         wide = loaded.model
         wide.config = dataclasses.replace(wide.config, block_size=24)
-        wide.make_angles(torch.device("cpu"))
+        wide.make_angles()
         without_window = wide.logits(tokens, torch.arange(24)[None])
     assert (logits - expected[:, :16]).abs().max() < 1e-4
     assert (without_window - expected)[:, 17:].abs().max() > 0.1

@@ -419,7 +419,7 @@ def make_model(
         setattr(model.get_submodule(module), leaf, nn.Parameter(value))
     if config.tied_head:
         model.head.weight = model.wte.weight
-    model.make_angles(torch.device("cpu"))
+    model.make_angles()
     return model
 
 

@@ -202,7 +202,6 @@ class CachedPass(Pass):
     ):
         """kernel: `aogpt.sampling.attention_kernel`, or None to attend under masks."""
         config = model.config
-        super().__init__(config, targets=None)
         self.step = step
         self.cache = cache
         self.tables = tables
@@ -215,8 +214,30 @@ class CachedPass(Pass):
         if step.first is not None:
             self.place = places(step, self.slot, self.row)
         last = order.shape[1] - 1
-        self.targets = order[self.row, self.place.clamp(max=last)]
-        self.target_angles = None  # of queries that are a stream of their own
+        self.own = self.place.clamp(max=last)  # the place of the token of its step
+        own_positions = order[self.row, self.own]
+        targets = None
+        adaln_input = None
+        # adaLN: of each input, or of all positions where there are fewer of these
+        self.per_input = step.inputs < config.block_size
+        if model.mask_queries:
+            self.positions = own_positions
+        else:
+            targets = own_positions
+            # the place of the token that each holds: that of the step before
+            source = torch.minimum(self.slot, step.known[self.row])
+            self.before = (source - 1).clamp(min=0)
+            shifted = order[self.row, self.before] + 1
+            self.positions = torch.where(source == 0, 0, shifted)
+            if tables is None and model.adaln_f is not None:
+                adaln_input = model.target_vectors()
+                if self.per_input:
+                    adaln_input = adaln_input[targets]
+        super().__init__(model, self.positions, targets, adaln_input=adaln_input)
+        if model.query_stream:
+            # An input, which predicts nothing, attends from where it stands.
+            self.target_angles = self.query_angles
+            self.query_angles = self.key_angles
         self.kernel = kernel
         if step.first is not None:
             self.kernel = None  # it takes the place of an input from its slot
@@ -229,12 +250,6 @@ class CachedPass(Pass):
                 key_heads=config.kv_heads,
                 dtype=cache.keys[0].dtype,
             )
-        # adaLN: of each input, or of all positions where there are fewer of these
-        self.per_input = step.inputs < config.block_size
-        if tables is None and model.adaln_f is not None:
-            self.adaln_input = model.target_vectors()
-            if self.per_input and self.adaln_input is not None:
-                self.adaln_input = self.adaln_input[self.targets]
 
     def make_masks(self, model: AOGPT) -> None:
         """Make the mask of what inputs see of the first slots, (B, 1, W, end), and for
@@ -380,16 +395,12 @@ def cached_hidden(
         if step.first is not None:
             first_query = (step.cached + step.count - step.candidates)[p.row]
         is_query = p.slot >= first_query
-        last = order.shape[1] - 1
         queries: Any = model  # of systems/mask_query.py
-        x = model.wte(ordered[p.row, p.place.clamp(max=last)])
+        x = model.wte(ordered[p.row, p.own])
         x = torch.where(is_query.unsqueeze(1), queries.query.to(x.dtype), x)
-        return queries.trunk(queries.with_positions(x, p.targets), p.targets, p)
-    source = torch.minimum(p.slot, step.known[p.row])
-    before = (source - 1).clamp(min=0)  # the place whose token that input holds
-    in_tokens = ordered[p.row, before]
-    in_positions = torch.where(source == 0, 0, order[p.row, before] + 1)
-    return model.trunk(model.embed(in_tokens, in_positions), in_positions, p)
+        return model.run_blocks(queries.with_positions(x, p.positions), p)
+    x = model.embed(ordered[p.row, p.before], p.positions)
+    return model.trunk(x, p)
 
 
 def inputs_kept(
@@ -538,9 +549,6 @@ def decoding_copy(
     weight = model.wte.weight
     shared = {id(p): p for p in model.parameters()}
     model = copy.deepcopy(model, shared)
-    # What would be converted in every pass.
-    if model.angles is not None:
-        model.angles = model.angles.to(torch.promote_types(weight.dtype, torch.float32))
     if compile:
         # Blocks differ in weights alone: a graph of a shape serves all.
         for block in model.blocks:

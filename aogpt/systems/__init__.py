@@ -36,7 +36,7 @@ def set_block_size(model: Transformer, block_size: int) -> None:
             f"such as {block_size}: it has tables of positions ({', '.join(tables)})"
         )
     model.config = dataclasses.replace(model.config, block_size=block_size)
-    model.make_angles(model.head.weight.device)
+    model.make_angles()
 
 
 def position_tables(model: Transformer) -> list[str]:

@@ -27,10 +27,6 @@ class FullPass(Pass):
     """A pass in which every position sees all others, or those for which a mask
     (B, 1, 1, T) is True."""
 
-    def __init__(self, config: ModelConfig, allowed: Tensor | None):
-        super().__init__(config, targets=None)
-        self.allowed = allowed
-
     def attend(
         self,
         q: Tensor,
@@ -153,14 +149,12 @@ class Encoder(Transformer):
         if lengths is not None:  # no position sees padding
             exists = positions < lengths[:, None]  # (B, T)
             allowed = exists[:, None, None]
-        p = FullPass(self.config, allowed)
+        adaln_input = None
         if self.noise is not None:
             level = self.noise(sigma)  # (B, cond_dim)
-            p.adaln_input = F.silu(level).unsqueeze(1)
+            adaln_input = F.silu(level).unsqueeze(1)
+        p = FullPass(self, positions, adaln_input=adaln_input, allowed=allowed)
         x = self.embed(tokens, positions)
-        if self.angles is not None:
-            p.key_angles = self.angles_at(positions, x.dtype)
-            p.query_angles = p.key_angles
         return self.run_blocks(x, p)
 
     def with_masks(self, tokens: Tensor, masked: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..model import Block, ModelConfig, Pass, attention
+from ..model import Block, ModelConfig, Pass, Transformer, attention
 from .parameters import block_matrices
 from .queries import QueryDecoder
 
@@ -33,10 +33,16 @@ FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 class MaskQueryPass(Pass):
     """A pass of T contents, followed by their T queries."""
 
-    def __init__(self, config: ModelConfig, context: Tensor | None = None):
-        """Make a pass. context: LongTensor (B, T), the number of contents that each
-        query sees; None: query i sees the i contents before it."""
-        super().__init__(config, None)
+    def __init__(
+        self,
+        model: Transformer,
+        positions: Tensor,
+        context: Tensor | None = None,
+    ):
+        """Make a pass. positions (B, 2 T): of contents and queries. context: LongTensor
+        (B, T), the number of contents that each query sees; None: query i sees the i
+        contents before it."""
+        super().__init__(model, positions)
         self.context = context
 
     def attend(
@@ -259,8 +265,8 @@ class MaskQuery(QueryDecoder):
         queries = self.query.to(contents.dtype).expand_as(contents)
         x = torch.cat([contents, queries], dim=1)  # (B, 2 T, D)
         positions = order.repeat(1, 2)
-        p = MaskQueryPass(self.config, group_start)
-        return self.trunk(self.with_positions(x, positions), positions, p)
+        p = MaskQueryPass(self, positions, group_start)
+        return self.run_blocks(self.with_positions(x, positions), p)
 
     def parallel_hidden(
         self,
@@ -280,16 +286,3 @@ class MaskQuery(QueryDecoder):
         if self.wpe is None:
             return x
         return x + self.wpe(positions)
-
-    def trunk(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        p: Pass,
-    ) -> Tensor:
-        """Return the final hidden states (..., D) of inputs x (..., D) at positions
-        (...)."""
-        if self.angles is not None:
-            p.key_angles = self.angles_at(positions, x.dtype)
-            p.query_angles = p.key_angles
-        return self.run_blocks(x, p)

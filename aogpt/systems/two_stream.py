@@ -6,7 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..model import Block, ModelConfig, Pass, attention, rotate, shifted_inputs
+from ..model import (
+    Block,
+    ModelConfig,
+    Pass,
+    Transformer,
+    attention,
+    rotate,
+    shifted_inputs,
+)
 from ..scoring import without_start
 from .parameters import block_matrices
 from .queries import QueryDecoder
@@ -16,25 +24,19 @@ class TwoStreamPass(Pass):
     """A pass in which inputs and queries see all inputs up to their own step, or those
     for which two masks (B, 1, T, T) are True."""
 
-    def __init__(self, config: ModelConfig, targets: Tensor):
-        super().__init__(config, targets)
-        self.allowed: Tensor | None = None
-        self.query_allowed: Tensor | None = None
-        self.target_angles: tuple[Tensor, Tensor] | None = None
-
-    def attend(
+    def __init__(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> Tensor:
-        """Return the output of the inputs, (B, T, D), for q, k and v (B, T, H, D/H)."""
-        return self.attend_where(
-            self.allowed,
-            q,
-            k,
-            v,
-        )
+        model: Transformer,
+        positions: Tensor,
+        targets: Tensor,
+        allowed: Tensor | None = None,
+        query_allowed: Tensor | None = None,
+    ):
+        super().__init__(model, positions, targets, allowed=allowed)
+        self.query_allowed = query_allowed
+        # An input, which predicts nothing, attends from where it stands.
+        self.target_angles = self.query_angles
+        self.query_angles = self.key_angles
 
     def attend_queries(
         self,
@@ -44,25 +46,13 @@ class TwoStreamPass(Pass):
     ) -> Tensor:
         """Return the output of the queries, (B, T, D). q is the query stream's, k and v
         are the content's."""
-        return self.attend_where(
-            self.query_allowed,
-            q,
-            k,
-            v,
-        )
-
-    def attend_where(
-        self, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor
-    ) -> Tensor:
-        """Return the output (B, T, D) over the inputs up to a step's own, or over those
-        for which a mask (B, 1, T, T) is True."""
-        if mask is None:
+        if self.query_allowed is None:
             return super().attend(q, k, v)
         return attention(
             q,
             k,
             v,
-            mask=mask,
+            mask=self.query_allowed,
             dropout=self.dropout,
         )
 
@@ -141,10 +131,12 @@ class TwoStream(QueryDecoder):
         `QueryDecoder.hidden`."""
         in_tokens, in_positions = shifted_inputs(tokens, order)
         x = self.embed(in_tokens, in_positions)
-        p = TwoStreamPass(self.config, order)
+        allowed = None
+        query_allowed = None
         if group_start is not None:
-            p.allowed, p.query_allowed = self.group_masks(group_start)
-        return self.trunk(x, in_positions, p)
+            allowed, query_allowed = self.group_masks(group_start)
+        p = TwoStreamPass(self, in_positions, order, allowed, query_allowed)
+        return self.trunk(x, p)
 
     def parallel_hidden(
         self,
@@ -160,9 +152,8 @@ class TwoStream(QueryDecoder):
         source = torch.minimum(steps, known[:, None])  # (B, T)
         source = source.unsqueeze(2)  # (B, T, 1)
         visible = without_start(steps <= source, source, self.config)  # (B, T, T)
-        p = TwoStreamPass(self.config, order)
-        p.query_allowed = visible.unsqueeze(1)
-        return self.trunk(x, in_positions, p)
+        p = TwoStreamPass(self, in_positions, order, query_allowed=visible.unsqueeze(1))
+        return self.trunk(x, p)
 
     def group_masks(self, group_start: Tensor) -> tuple[Tensor, Tensor]:
         """Return the masks of inputs and of queries in groups (A3), (B, 1, T, T) each.
@@ -192,21 +183,9 @@ class TwoStream(QueryDecoder):
         query_allowed = without_start(query_allowed, last, self.config)
         return allowed.unsqueeze(1), query_allowed.unsqueeze(1)
 
-    def trunk(
-        self,
-        x: Tensor,
-        in_positions: Tensor,
-        p: TwoStreamPass,
-    ) -> Tensor:
+    def trunk(self, x: Tensor, p: TwoStreamPass) -> Tensor:
         """Return the final hidden states of the queries, (B, T, D), for embedded inputs
-        x (B, T, D) at positions (B, T)."""
-        p.dropout = self.config.dropout if self.training else 0.0
-        if self.angles is not None:
-            p.key_angles = self.angles_at(in_positions, x.dtype)
-            p.query_angles = p.key_angles
-            # The target's own input stands at target + 1.
-            at_own_input = int(self.config.query_at == "target")
-            p.target_angles = self.angles_at(p.targets + at_own_input, x.dtype)
+        x (B, T, D)."""
         queries = self.query.expand(*p.targets.shape, -1)  # (B, T, D)
         if self.wpe is not None:
             # Row 0 of the table is [None]'s.

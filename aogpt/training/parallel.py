@@ -80,7 +80,7 @@ def build(
         if shard is not None:
             shard(block)
     materialize("")
-    model.make_angles(procs.device)
+    model.make_angles()
     if config.model.tied_head:  # each has a tensor of its own by now
         model.head.weight = model.wte.weight
     if shard is not None:
