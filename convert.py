@@ -118,6 +118,8 @@ def write_export(folder: Path, loaded: Loaded, source: str, data: bytes) -> None
     settings["model"] = asdict(loaded.model.config)
     for name in EXPORTED:
         settings[name] = getattr(loaded, name)
+    if loaded.record_end is not None:
+        settings["record_end"] = asdict(loaded.record_end)
     settings["source"] = source
     settings["files"] = {"model.safetensors": hashlib.sha256(data).hexdigest()}
     settings["sha256"] = digest(settings)

@@ -45,6 +45,12 @@ from aogpt.sampling import gaps, modes
 from aogpt.sampling.engine import Generation
 from aogpt.sampling.modes import Context, DecodingOptions, sample_records
 from aogpt.sampling.page import PageSample, render
+from aogpt.sampling.records import (
+    MOST_CONTEXTS,
+    contexts_with_end,
+    end_first,
+    without_end,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +59,8 @@ class Arguments(RunOptions, OutputOptions):
     prompt: Annotated[str | None, TEXT] = None
     """Text that every sample begins with."""
     length: Count | None = None
-    """Tokens in a sample, prompt included; by default the model's block size."""
+    """Tokens in a sample, prompt included; by default the model's block size. Of a run
+    with data.end = given each sample's is drawn from the lengths of its records."""
     new_tokens: Count | None = None
     """Instead of --length: tokens to generate after the prompt."""
     num_samples: Count = 4
@@ -103,6 +110,7 @@ class Session:
     tokenizer: Tokenizer
     outputs: Outputs
     procs: Processes
+    longest: int  # tokens of a sample, without the end of a record
 
 
 def main() -> None:
@@ -144,8 +152,13 @@ def sample(a: Arguments, procs: Processes) -> None:
     if options.mode is None:
         options = modes.with_mode_defaults(options, config.l2r_only, a.until_end)
     modes.check_mode(options, config)
+    if a.until_end and loaded.record_end is not None:
+        raise UserError(
+            "--until-end: this run knows the end of a record before its text "
+            "(data.end), so samples end by themselves: leave it out"
+        )
     has_prompts = of_data or any(request.text for request in requests)
-    if loaded.of_records and not has_prompts:
+    if loaded.of_records and loaded.record_end is None and not has_prompts:
         procs.print0(modes.RECORDS_NOTE, file=sys.stderr)
     if a.until_end:
         note = modes.end_note(options)
@@ -153,7 +166,10 @@ def sample(a: Arguments, procs: Processes) -> None:
             procs.print0(note, file=sys.stderr)
 
     # 3. Samples.
-    session = Session(options, loaded, tokenizer, outputs, procs)
+    longest = config.block_size
+    if loaded.record_end is not None:
+        longest = loaded.record_end.longest_in(longest)
+    session = Session(options, loaded, tokenizer, outputs, procs, longest)
     fill(a, session, requests)
 
 
@@ -180,8 +196,16 @@ def fill(a: Arguments, session: Session, requests: list[Request]) -> None:
     loaded = session.loaded
     # 1. What to generate: contexts, each with the number of its request.
     encoded = encode_all(a, session, requests)
+    num_samples = a.num_samples
+    end = loaded.record_end
+    if end is not None:  # samples of one context differ in length
+        encoded = contexts_with_end(
+            end, encoded, a.seed, num_samples, longest=session.longest
+        )
+        num_samples = 1
     contexts = list(encoded.values())
-    numbers = list(encoded)
+    keys = list(encoded)
+    numbers = [key % MOST_CONTEXTS for key in keys]
     if session.options.order is not None:
         note = modes.block_note(session.options, longest=max(map(len, contexts)))
         if note:
@@ -192,17 +216,20 @@ def fill(a: Arguments, session: Session, requests: list[Request]) -> None:
     # 2. Part after part.
     session = replace(session, options=options)
     report = Report(a, session, several=max(numbers) > 0)
-    for part in modes.parts_of(len(contexts), a.num_samples):
+    for part in modes.parts_of(len(contexts), num_samples):
         part_contexts = contexts[part.contexts.start : part.contexts.stop]
+        part_keys = keys[part.contexts.start : part.contexts.stop]
         part_numbers = numbers[part.contexts.start : part.contexts.stop]
         planned = modes.plan_samples(
             options,
             part_contexts,
             a.seed,
             num_samples=len(part.samples),
-            keys=part_numbers,
+            keys=part_keys,
             first=part.samples.start,
         )
+        if end is not None:
+            planned = planned._replace(plan=end_first(planned.plan))
         samples = modes.generate_distributed(
             loaded.model,
             planned,
@@ -213,6 +240,8 @@ def fill(a: Arguments, session: Session, requests: list[Request]) -> None:
         )
         if not session.procs.main:
             continue
+        if end is not None:
+            samples = without_end(samples)
         prompts = [(requests[n].kind, requests[n].text) for n in part_numbers]
         records = sample_records(samples, session.tokenizer, prompts)
         for record in records:
@@ -389,7 +418,9 @@ def read_dataset(folder: Path, loaded: Loaded, tokenizer: Tokenizer) -> list[Req
     rows = zip(questions.tokens, contexts, strict=True)
     for number, (tokens, context) in enumerate(rows, 1):
         text = ""
-        # The context ends before the padding.
+        # The context ends before the padding. A given end is no text.
+        if loaded.record_end is not None:
+            tokens = tokens[: len(context) - 1]
         for piece, token in zip(tokenizer.pieces(tokens), context, strict=False):
             text += "\0" if token is None else piece
         text = re.sub("\0+", lambda masks: f"[MASK:{len(masks[0])}]", text)
@@ -449,7 +480,8 @@ def encode(
     scored_from = session.loaded.scored_from
     if request.kind == "prompt":
         context = prompt_context(a, session, request)
-        modes.check_context(context, config, scored_from)
+        if session.loaded.record_end is None:  # whose end is known before all text
+            modes.check_context(context, config, scored_from)
         return context
     for option, value in (
         ("--length", a.length),
@@ -460,16 +492,20 @@ def encode(
             raise UserError(
                 f"the text and its masks set the length: leave out {option}"
             )
-    context = request.context or gaps.encode_gaps(
-        request.text, session.tokenizer, config.block_size
-    )
+    context = request.context
+    if context is None:
+        longest = session.longest
+        context = gaps.encode_gaps(request.text, session.tokenizer, longest)
+        if session.loaded.record_end is not None:
+            context.append(session.loaded.record_end.token)
     modes.check_context(context, config, scored_from)
     return context
 
 
 def prompt_context(a: Arguments, session: Session, request: Request) -> Context:
     """Return the tokens of a prompt, and None for each that is to be generated."""
-    block_size = session.loaded.model.config.block_size
+    longest = session.longest
+    end = session.loaded.record_end
     if gaps.MASK.search(request.text):
         gaps.refuse_masks(request.text, "give it to --infill, or leave it out")
     prompt = session.tokenizer.encode(request.text)
@@ -479,20 +515,22 @@ def prompt_context(a: Arguments, session: Session, request: Request) -> Context:
     elif a.new_tokens:
         total = len(prompt) + a.new_tokens
         option = "--new-tokens and prompt together"
+    elif a.length is None and end is not None and len(prompt) <= longest:
+        return prompt  # the length is drawn: `contexts_with_end`
     else:
-        total = a.length or block_size
+        total = a.length or longest
         option = "--length"
-    if total > block_size and not prompt:
+    if total > longest and not prompt:
         raise gaps.TooLong(
-            f"{option} is {total}, but the model takes at most the block size, "
-            f"{block_size}"
+            f"{option} is {total}, but the model takes at most {longest} tokens"
         )
-    if not len(prompt) < total <= block_size:
+    if not len(prompt) < total <= longest:
         raise gaps.TooLong(
             f"the prompt has {len(prompt)} tokens and {option} is {total}: it must "
-            f"exceed the prompt and be at most the block size, {block_size}"
+            f"exceed the prompt and be at most {longest}, what the model takes"
         )
-    return prompt + [None] * (total - len(prompt))
+    context = prompt + [None] * (total - len(prompt))
+    return context if end is None else [*context, end.token]
 
 
 def print_samples(

@@ -59,7 +59,7 @@ from aogpt.training.checkpoint import (
 )
 from aogpt.training.closing import closing_lines
 from aogpt.training.config import Config
-from aogpt.training.metrics import Log, in_units, size_notes
+from aogpt.training.metrics import Log, in_units, notes_on_records, size_notes
 from aogpt.training.optimizers import MAX_GRAD_NORM, learning_rate
 from aogpt.training.parallel import compiled, exchange_gradients, replicate
 from aogpt.training.val_losses import best_by, evaluate
@@ -103,10 +103,16 @@ def train(config: Config, procs: Processes) -> int:
     meta["files"] = files  # to see at a resume whether they changed
     data.meta = cast(Meta, meta)
     check_fits(config, data, procs)
+    if config.data.end == "given":
+        for dataset in (data, val_data):
+            if dataset is not None:
+                dataset.give_end()
     stop = StopRequest(procs)
     folder = config.run_folder
     with locked_for_all(folder, procs):
         state = start(config, data.meta, procs)
+        if data.end_given:
+            state.model.exclude(data.meta["vocab_size"], data.meta["eot"])
         check_epochs(epochs, data.num_blocks, config, state.progress)
         first_step = state.progress.step
         if state.progress.step < config.train.steps:
@@ -117,7 +123,8 @@ def train(config: Config, procs: Processes) -> int:
                     get_tokenizer(tokenizer, folder=source).keep(folder)
             print_summary(config, procs, state, data)
             training_loop(config, procs, state, data, val_data=val_data, stop=stop)
-    procs.print0(closing_lines(config, state.progress, first_step, data.of_records))
+    records_end = data.of_records and not data.end_given
+    procs.print0(closing_lines(config, state.progress, first_step, records_end))
     return 0
 
 
@@ -278,6 +285,8 @@ def print_summary(
     for note in data.meta.get("notes", []):
         procs.print0(note)
     for note in size_notes(config, epochs, procs.device):
+        procs.print0(note)
+    for note in notes_on_records(config, data):
         procs.print0(note)
     note = precision_note(t.dtype, procs.device, config.model.n_embd)
     if note:

@@ -628,6 +628,7 @@ class Block(nn.Module):
 # Logits in memory at once: on a CPU fewer are faster than all, on a GPU they take 3 GiB
 # with copies.
 CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
+IMPOSSIBLE = -1e9  # a logit whose probability is 0 in every precision
 
 
 def head_chunk(vocab_size: int, device: str) -> int:
@@ -714,6 +715,7 @@ class Transformer(Layer):
     # Final hidden states (B, T, D); every system has inputs of its own.
     hidden: Callable[..., Tensor]
     angles: Tensor | None  # of rotary positions
+    excluded: Tensor | None  # BoolTensor (V,): the ids that no token has; None: none
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -723,6 +725,13 @@ class Transformer(Layer):
         self.start: nn.Parameter | None = None  # [None]
         self.wpe: PositionTable | None = None
         self.wtpe: TargetTable | None = None  # a table of target positions
+        self.register_buffer("excluded", None, persistent=False)
+
+    def exclude(self, vocab_size: int, end: int) -> None:
+        """Give no probability to the id `end` and to those from `vocab_size` on: for
+        records whose end is given, which stand nowhere else in a record."""
+        ids = torch.arange(self.config.vocab_size, device=self.wte.weight.device)
+        self.excluded = (ids == end) | (ids >= vocab_size)
 
     def add_blocks(self, block_type: type[nn.Module]) -> None:
         """Make blocks, final norm and head, which come last among the parameters."""
@@ -793,7 +802,16 @@ class Transformer(Layer):
 
     def head_logits(self, x: Tensor) -> Tensor:
         """Return the logits (..., V) of final hidden states (..., D)."""
-        return self.head(x)
+        logits = self.head(x)
+        if self.excluded is not None:
+            logits = self.without_excluded(logits)
+        return logits
+
+    def without_excluded(self, logits: Tensor) -> Tensor:
+        """Return logits (..., V) in which excluded ids have no probability."""
+        assert self.excluded is not None
+        # Not minus infinity: such a loss times a weight of 0 would be NaN.
+        return logits.masked_fill(self.excluded, IMPOSSIBLE)
 
     def logits(self, *inputs) -> Tensor:
         """Return the logits (B, T, V) for the arguments of `hidden`."""

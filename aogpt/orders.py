@@ -326,16 +326,19 @@ def parse_settings(
 
 @dataclass
 class Roles:
-    """The predicted tokens and the prompts of B sequences; other tokens are padding."""
+    """The predicted tokens and the given ones of B sequences; other tokens are
+    padding."""
 
     predicted: Tensor  # BoolTensor (B, T)
-    given: Tensor  # the same
+    given: Tensor  # the same, prompts and ends
+    end: Tensor | None = None  # the same, the ends that are given; None: there are none
 
     @classmethod
     def of(cls, roles: Tensor) -> "Roles":
         """Return the roles that a dataset holds as numbers (B, T): 0 predicted, 1
-        prompt, 2 padding."""
-        return cls(roles == 0, roles == 1)
+        prompt, 2 padding, 3 an end that is given."""
+        end = roles == 3
+        return cls(roles == 0, (roles == 1) | end, end)
 
     @property
     def lengths(self) -> Tensor:
@@ -343,9 +346,11 @@ class Roles:
         return (self.predicted | self.given).sum(dim=1)
 
     def first_given(self, order: Tensor) -> Tensor:
-        """Return the orders (B, T) with the prompt first, ascending; then `order`; then
-        padding."""
+        """Return the orders (B, T) with a given end first; then the prompt, ascending;
+        then `order`; then padding."""
         T = order.shape[1]
         place = inverse_permutation(order)
         place = torch.where(self.given, torch.arange(T, device=order.device) - T, place)
+        if self.end is not None:  # all others know how long the record is
+            place = place.masked_fill(self.end, -T - 1)
         return torch.where(self.predicted | self.given, place, place + T).argsort(dim=1)

@@ -44,6 +44,7 @@ from .runtime.randomness import SCORED_ORDERS
 from .runtime.validation import Count, Seed, check_value
 from .sampling import gaps, modes
 from .sampling.modes import Context, DecodingOptions
+from .sampling.records import contexts_with_end, end_first, without_end
 from .scoring import joint_log_probs, masked_logits, token_log_probs
 
 TEMPERATURE = 0.7  # of generated text
@@ -191,6 +192,12 @@ class TextModel:
         self.tokenizer = loaded.get_tokenizer()
         self.device = self.model.wte.weight.device
         self.block_size = self.model.config.block_size
+        self.end = loaded.record_end  # of records, where it is given
+        self.scored_from = loaded.scored_from
+        self.longest = self.block_size  # tokens of a text
+        if self.end is not None:  # which is known before the first token
+            self.scored_from = 0
+            self.longest = self.end.longest_in(self.block_size)
 
     def __repr__(self) -> str:
         size = sum(parameter.numel() for parameter in self.model.parameters())
@@ -291,6 +298,8 @@ class TextModel:
             with in_list(place, len(texts)):
                 ids = self._ids_to_score(text, end)
             ids_of_texts.append(ids)
+            if end and self.end is not None:  # whose probability is that of the length
+                ids = ids[:-1]
             for number, start in enumerate(range(0, len(ids), self.block_size)):
                 block = ids[start : start + self.block_size]
                 blocks.append(block)
@@ -299,8 +308,13 @@ class TextModel:
         results = []
         for text, ids in zip(texts, ids_of_texts, strict=True):
             log_probs: list[float | None] = []
-            while len(log_probs) < len(ids):
+            count = len(ids)
+            if end and self.end is not None:
+                count -= 1
+            while len(log_probs) < count:
                 log_probs += next(log_probs_of_blocks)
+            if count < len(ids) and self.end is not None:
+                log_probs.append(self.end.log_prob(count))
             results.append(self._scored(text, ids, log_probs, end))
         return results
 
@@ -320,7 +334,7 @@ class TextModel:
                         f"{self.block_size}: give the part that matters"
                     )
                 positions = self._positions_of(text, ids, spans)
-                if len(ids) - len(positions) < self.loaded.scored_from:
+                if len(ids) - len(positions) < self.scored_from:
                     raise UserError(
                         "this model has no start token, so it cannot score the first "
                         "token: leave one out of predict"
@@ -369,12 +383,14 @@ class TextModel:
         for positions in predicted:
             given = sorted(set(range(length)) - set(positions))
             for permutation in permutations.tolist():
-                orders.append([*given, *(positions[place] for place in permutation)])
+                order = [*given, *(positions[place] for place in permutation)]
+                orders.append(self._with_end_first(order))
+        tokens = [self._with_end(row) for row in rows]
         log_probs = joint_log_probs(
             self.model,
-            torch.tensor(rows, device=self.device).repeat_interleave(count, dim=0),
+            torch.tensor(tokens, device=self.device).repeat_interleave(count, dim=0),
             torch.tensor(orders, device=self.device),
-            known=length - size,
+            known=len(orders[0]) - size,
             vocab_size=self.loaded.vocab_size,
         )
         return log_probs.cpu().unflatten(0, (len(rows), count))
@@ -415,11 +431,39 @@ class TextModel:
         """Return the tokens of a text, and with `end` an end-of-text."""
         gaps.refuse_masks(text, "give it to fill or blanks, or leave it out")
         ids = self.tokenizer.encode_documents(text).tolist()
+        if self.end is not None:
+            self._check_record(ids)
         if end:
             ids.append(self.tokenizer.eot)
-        if len(ids) <= self.loaded.scored_from:
+        if len(ids) <= self.scored_from:
             raise UserError("there is no text to score")
         return ids
+
+    def _check_record(self, ids: list[int]) -> None:
+        """Raise UserError for tokens that are no record of a model of records."""
+        assert self.end is not None
+        if self.end.token in ids:
+            raise UserError(
+                "a record of this model has one end, which follows the text by itself: "
+                f"leave out {END_OF_TEXT}"
+            )
+        if len(ids) > self.longest:
+            raise UserError(
+                f"the text has {len(ids)} tokens, more than a record of this model, "
+                f"{self.longest}"
+            )
+
+    def _with_end(self, tokens: list) -> list:
+        """Return the tokens of a text, with the end of a record where it is given."""
+        if self.end is None:
+            return tokens
+        return [*tokens, self.end.token]
+
+    def _with_end_first(self, order: list[int]) -> list[int]:
+        """Return the order (T,) of a text's positions, behind that of a given end."""
+        if self.end is None:
+            return order
+        return [len(order), *order]
 
     def _scored(
         self, text: str, ids: list[int], log_probs: list[float | None], end: bool
@@ -500,7 +544,7 @@ class TextModel:
                 for number, log_probs_of_row in zip(
                     batch, log_probs_of_batch, strict=True
                 ):
-                    first = orders[number][: self.loaded.scored_from]
+                    first = orders[number][: self.scored_from]
                     for position in first.tolist():
                         log_probs_of_row[position] = None
                     log_probs[number] = log_probs_of_row
@@ -512,16 +556,20 @@ class TextModel:
     ) -> list[list[float | None]]:
         """Return log p of each token of rows along their orders, by position, in one
         pass."""
-        x = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+        texts = [torch.tensor(self._with_end(row)) for row in rows]
+        x = pad_sequence(texts, batch_first=True)
         N, T = x.shape
         order = torch.arange(T).repeat(N, 1)
         for number, row_order in enumerate(orders):
-            order[number, : len(row_order)] = row_order
-        lengths = torch.tensor([len(row) for row in rows])
+            known_first = self._with_end_first(row_order.tolist())
+            order[number, : len(known_first)] = torch.tensor(known_first)
+        lengths = torch.tensor([len(text) for text in texts])
+        ends = torch.full((N,), int(self.end is not None))
         along = token_log_probs(
             self.model,
             x.to(self.device),
             order.to(self.device),
+            prompt_lengths=ends.to(self.device),
             lengths=lengths.to(self.device),
         )
         check_finite(along)
@@ -568,14 +616,17 @@ class TextModel:
         """Return the tokens of a prompt, and None for each token to generate."""
         gaps.refuse_masks(prompt, "generate continues a text; fill takes masks")
         ids = self.tokenizer.encode(prompt)
-        room = self.block_size - len(ids)
+        longest = self.longest
+        if self.end is not None and new_tokens is None and len(ids) <= longest:
+            return ids  # the length is drawn: `contexts_with_end`
+        room = longest - len(ids)
         count = room if new_tokens is None else new_tokens
         if not 0 < count <= room:
             raise UserError(
                 f"the prompt has {len(ids)} tokens and new_tokens is {count}; together "
-                f"at most {self.block_size}, and at least 1 is new"
+                f"at most {longest}, and at least 1 is new"
             )
-        return ids + [None] * count
+        return self._with_end(ids + [None] * count)
 
     def fill(
         self,
@@ -594,9 +645,14 @@ class TextModel:
         contexts = []
         for place, text in enumerate(texts, 1):
             with in_list(place, len(texts)):
-                contexts.append(gaps.encode_gaps(text, self.tokenizer, self.block_size))
+                contexts.append(self._context_of(text))
         options["temperature"] = temperature
         return self._sample(contexts, num_samples, seed, options)
+
+    def _context_of(self, text: str) -> Context:
+        """Return the tokens of a text with masks, and None for each token to fill."""
+        longest = self.longest
+        return self._with_end(gaps.encode_gaps(text, self.tokenizer, longest))
 
     def _sample(
         self, contexts: list[Context], count: int, seed: int, options: dict[str, Any]
@@ -608,8 +664,21 @@ class TextModel:
         unknown = sorted(set(options) - set(DecodingOptions.__dataclass_fields__))
         if unknown:
             raise UserError(f"there is no option {unknown[0]!r}")
-        for context in contexts:
-            modes.check_context(context, config, self.loaded.scored_from)
+        keys = list(range(len(contexts)))
+        if self.end is None:
+            for context in contexts:
+                modes.check_context(context, config, self.loaded.scored_from)
+        else:  # samples of one context differ in length
+            with_end = contexts_with_end(
+                self.end,
+                dict(enumerate(contexts)),
+                seed,
+                count,
+                longest=self.longest,
+            )
+            contexts = list(with_end.values())
+            keys = list(with_end)
+            count = 1
         samples = []
         with _python_names():
             decoding = DecodingOptions(**options)
@@ -617,18 +686,23 @@ class TextModel:
             modes.check_mode(decoding, config)
             if not contexts:
                 return []
-            planned = modes.plan_samples(decoding, contexts, seed, count)
+            planned = modes.plan_samples(decoding, contexts, seed, count, keys)
+            if self.end is not None:
+                planned = planned._replace(plan=end_first(planned.plan))
             alone = Processes(0, 1, self.device)
             generation = modes.generate_distributed(
                 self.model, planned, decoding, self.loaded.vocab_size, alone
             )
+        if self.end is not None:
+            generation = without_end(generation)
         orders = generation.order.tolist()
         for number, (tokens, _, log_probs) in enumerate(generation.rows()):
+            order = orders[number]
             sample = Sample(
                 text=self.tokenizer.decode(tokens),
                 tokens=tokens,
                 log_probs=log_probs,
-                order=orders[number][: len(tokens)],
+                order=[position for position in order if position < len(tokens)],
             )
             samples.append(sample)
         return samples
@@ -652,13 +726,16 @@ class TextModel:
 
     @torch.no_grad()
     def _blanks(self, text: str, top: int) -> list[list[Likely]]:
-        context = gaps.encode_gaps(text, self.tokenizer, self.block_size)
+        context = self._context_of(text)
         tokens = [token or 0 for token in context]
         is_blank = [token is None for token in context]
+        length = len(tokens) - int(self.end is not None)
+        order = sorted(range(length), key=is_blank.__getitem__)
         logits = masked_logits(
             self.model,
             torch.tensor([tokens], device=self.device),
             torch.tensor([is_blank], device=self.device),
+            torch.tensor([self._with_end_first(order)], device=self.device),
         )
         logits = logits[:, : self.loaded.vocab_size]
         probabilities = logits.double().softmax(dim=-1)
@@ -696,8 +773,9 @@ class TextModel:
 
     def _rank(self, text: str, end: bool) -> list[Alternative]:
         wholes = alternatives_of(text)
+        end = end or self.end is not None  # log p(length) of alternatives that differ
         rows = [self._ids_to_score(whole, end) for whole in wholes]
-        if self.loaded.scored_from and len({row[0] for row in rows}) > 1:
+        if self.scored_from and len({row[0] for row in rows}) > 1:
             raise UserError(
                 "this model has no start token, so it cannot score the first token of "
                 "a text, and these alternatives begin differently: put a word before "

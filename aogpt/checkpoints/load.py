@@ -11,6 +11,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 import torch
 from torch import Tensor, nn
 
+from ..data.record_end import RecordEnd
 from ..data.tokenizers import (
     HUB,
     HUB_SETTINGS,
@@ -40,7 +41,15 @@ from .tensors import INDEX, SUPPORTED, LazyTensors, read_weights, renamed
 Weights = Literal["ema", "raw"]  # averaged or last
 EXPORT_FORMAT = "aogpt-export-2"
 # Fields of `Loaded`.
-EXPORTED = ("step", "weights", *RECORDED, "scored_from", "system", "window")
+EXPORTED = (
+    "step",
+    "weights",
+    *RECORDED,
+    "scored_from",
+    "system",
+    "window",
+    "record_end",
+)
 WEIGHTS_FILES = ("model.safetensors", INDEX, "pytorch_model.bin")
 ADVICE = "get it again"
 VOCABULARY = "vocab.json"
@@ -60,6 +69,8 @@ class Loaded:
     scored_from: int = 0
     # A run on data with prompts or padding; of exports it is not known.
     of_records: bool = False
+    # Of a run on records whose end is given (data.end); None for others.
+    record_end: RecordEnd | None = None
     # The layout of released weights; None for a model trained here.
     system: str | None = None
     tokens: int | None = None  # that a run has trained on; None: not recorded
@@ -134,6 +145,9 @@ def load(
         if longest is not None and block_size > longest:
             description += f", trained on blocks of {longest} tokens"
         set_block_size(model, block_size)
+    record_end = origin.get("record_end")
+    if record_end is not None:
+        model.exclude(count, record_end.token)
     return Loaded(
         model=model.to(device).eval(),
         path=str(file),
@@ -143,6 +157,7 @@ def load(
         vocab_size=count,
         scored_from=origin.get("scored_from", 0),
         of_records=origin.get("of_records", False),
+        record_end=record_end,
         system=origin.get("system"),
         tokens=origin.get("tokens"),
         window=origin.get("window"),
@@ -259,6 +274,9 @@ def from_checkpoint(path: Path, weights: str) -> tuple[Transformer, dict]:
     origin["weights"] = weights
     splits = values["data"].get("splits", {})
     origin["of_records"] = any("roles" in split for split in splits.values())
+    # Runs from before data.end have no such key.
+    if values["config"].get("data", {}).get("end") == "given":
+        origin["record_end"] = RecordEnd.of(values["data"], path)
     return model, origin
 
 
@@ -387,6 +405,7 @@ class Export(TypedDict):
     scored_from: Literal[0, 1]
     system: str | None
     window: NotRequired[Count | None]
+    record_end: NotRequired[RecordEnd | None]
     files: dict[str, str]  # sha256 by file
 
 

@@ -28,6 +28,8 @@ from ..runtime.validation import (
     read_json,
 )
 from .catalogue import command_for
+from .prompts import END_GIVEN, PADDING, PREDICTED
+from .record_end import RecordEnd
 from .tokenizers import Tokenizer
 
 if TYPE_CHECKING:  # prepare.py starts without torch
@@ -260,6 +262,7 @@ class TokenDataset:
     FileNotFoundError or UserError."""
 
     tokenizer: Tokenizer | None = None  # of the ids, where it has been read
+    end_given = False  # whether the end of a record is given: see `give_end`
 
     def __init__(
         self,
@@ -331,6 +334,27 @@ class TokenDataset:
             if self.of_records:
                 self._roles = self._roles[chosen]
 
+    def give_end(self) -> None:
+        """Give the end of every record (END_GIVEN in prompts.py). Of a split in
+        blocks. Raises UserError if its records have no end, or one inside."""
+        end = RecordEnd.of(self.meta, self.folder)
+        if not self.of_records:  # each is a whole block: the file of roles would be 0
+            self._roles = np.zeros((self.num_blocks, self.block_size), np.uint8)
+            self.of_records = True
+        at_once = max(1, IDS_AT_ONCE // self.block_size)
+        for first in range(0, self.num_blocks, at_once):
+            rows = slice(first, min(first + at_once, self.num_blocks))
+            is_end = (self._blocks[rows] == end.token) & (self._roles[rows] != PADDING)
+            ends = is_end.sum(axis=1)
+            if (ends != 1).any():
+                record = first + int((ends != 1).argmax()) + 1
+                raise UserError(
+                    f"record {record} of {self.split} in {self.folder} has its end, id "
+                    f"{end.token}, inside its text, too: leave it out, or set data.end "
+                    "= 'predicted'"
+                )
+        self.end_given = True
+
     def files(self) -> dict[str, dict]:
         """Return the checksum, size and times of each file, by path, which a run
         records for `changed_files` when it resumes."""
@@ -356,15 +380,21 @@ class TokenDataset:
         uint8 (B, T)."""
         import torch
 
-        indices = np.asarray(indices, dtype=np.int64)
-        return torch.from_numpy(self._roles[indices])
+        return torch.from_numpy(self._roles_at(indices))
+
+    def _roles_at(self, indices) -> np.ndarray:
+        """Return the roles of the tokens in these blocks, uint8 (B, T)."""
+        roles = self._roles[np.asarray(indices, dtype=np.int64)]  # a copy
+        if self.end_given:
+            lengths = (roles != PADDING).sum(axis=-1, keepdims=True)
+            np.put_along_axis(roles, lengths - 1, END_GIVEN, axis=-1)
+        return roles
 
     def predicted(self, seed: int, step: int, global_batch: int) -> int:
         """Return the number of predicted tokens in a global batch of examples with
         prompts."""
         indices = self.indices(seed, step, range(global_batch), global_batch)
-        is_predicted = self._roles[indices] == 0
-        return int(is_predicted.sum())
+        return int((self._roles_at(indices) == PREDICTED).sum())
 
     def blocks(self, indices) -> torch.LongTensor:
         """Return the tokens of the blocks with these numbers (B integers in

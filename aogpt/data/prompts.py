@@ -8,7 +8,10 @@ Beside the token file lies the prompt mask, a byte for each token, its *role*:
 
     PREDICTED   the model learns it, and is scored on it
     PROMPT      the model sees it before all others, without a loss
-    PADDING     after the end of the example: not seen, not predicted"""
+    PADDING     after the end of the example: not seen, not predicted
+
+A run with data.end = 'given' reads the end of each example as given, too, and before
+all other tokens, so that each of them is predicted by a model that knows the length."""
 
 import re
 
@@ -21,6 +24,7 @@ from .tokenizers import Tokenizer
 PREDICTED = 0
 PROMPT = 1
 PADDING = 2
+END_GIVEN = 3  # never in a file: the reader of data.end = 'given' puts it there
 BEGIN = "[GIVEN]"
 END = "[/GIVEN]"
 MARKS = re.compile(r"(\[/?GIVEN\])")

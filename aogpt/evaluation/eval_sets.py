@@ -296,6 +296,8 @@ def open_eval_set(
         dataset.tokenizer.check(meta.get("tokenizer_sha256"))
     note_on_end(dataset, loaded)  # raises UserError for a run that knows another end
     dataset.divide(block_size or loaded.model.config.block_size)
+    if loaded.record_end is not None:
+        dataset.give_end()
     rows = dataset.num_blocks
     # The protocol sedd drops the rest after all blocks, as published evaluations do.
     if meta.get("protocol", "full") == "full":

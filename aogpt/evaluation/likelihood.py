@@ -23,6 +23,7 @@ from ..runtime.devices import out_of_memory, release_memory, tf32
 from ..runtime.processes import Processes
 from ..sampling.engine import generate
 from ..sampling.plans import Pace, Rule, l2r_plan
+from ..sampling.records import end_first
 from .ensembles import cheap_gains
 from .estimates import Estimate, estimate
 from .eval_sets import EvalSet
@@ -114,6 +115,8 @@ def decoding_nll(
         given = roles.given[:, :longest]
     # Equals are taken from left to right.
     plan = l2r_plan(B, length, given, group)
+    if roles is not None and roles.end is not None and roles.end.any():
+        plan = end_first(plan)
     pace = rule.pace
     if pace is None and rule.block:
         pace = Pace(most=group)

@@ -14,6 +14,7 @@ SCORED_ORDERS = 6  # of likelihoods
 SCORED_MASKS = 7  # of likelihoods
 ENSEMBLES = 8
 DROPOUT = 10
+LENGTHS = 11  # of samples of records
 
 
 def philox_bits(

@@ -472,6 +472,8 @@ def float32_logits(model: AOGPT, x: Tensor) -> Tensor:
     logits = torch.mm(x, head.weight.T, out_dtype=torch.float32)
     if head.bias is not None:
         logits.add_(head.bias)
+    if model.excluded is not None:
+        logits = model.without_excluded(logits)
     if model.config.is_encoder:
         return logits[..., : model.config.mask_token]
     return logits

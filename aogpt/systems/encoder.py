@@ -172,7 +172,7 @@ class Encoder(Transformer):
     def head_logits(self, x: Tensor) -> Tensor:
         """Return the logits (..., mask_token) of final hidden states (..., D): [MASK],
         the first id after the tokens, has none."""
-        return self.head(x)[..., : self.mask_token]
+        return super().head_logits(x)[..., : self.mask_token]
 
 
 class NoiseEmbedding(Layer):

@@ -88,7 +88,8 @@ def roles_of(
             "sequence: set another model.target than 'none'"
         )
     rows = slice(batch_rows.start, batch_rows.stop)
-    roles = Roles(of_batch.predicted[rows], of_batch.given[rows])
+    assert of_batch.end is not None
+    roles = Roles(of_batch.predicted[rows], of_batch.given[rows], of_batch.end[rows])
     mean_predicted = float(of_batch.predicted.sum()) / size
     return roles, mean_predicted
 

@@ -39,6 +39,7 @@ REFUSED = (
     "data.tokenizer_sha256",
     "data.vocab_size",
     "data.eot",
+    "data.end",
 )
 
 

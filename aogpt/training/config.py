@@ -57,6 +57,10 @@ class DataConfig:
     folder: str = "data/openwebtext"  # folder that data/prepare.py wrote
     # train on this many tokens of data.folder, in blocks spread over it; 0: all
     max_tokens: NonNegative = 0
+    # the end of a record: predicted, as one more token, which only left to right can
+    # use; or given, known before any token, so that records of an any-order model end
+    # in any order
+    end: Literal["predicted", "given"] = "predicted"
 
 
 @dataclass(frozen=True)
@@ -283,6 +287,11 @@ def check_orders(config: Config) -> None:
     """Raise UserError if the orders, or those of a stage, are not for this model."""
     m = config.model
     objective = config.objective.kind
+    if config.data.end == "given" and m.l2r_only:
+        raise UserError(
+            "data.end = 'given' is for any-order models: a plain GPT (model.target = "
+            "'none') cannot see the end before the text; set it to 'predicted'"
+        )
     steps = [stage.step for stage in config.schedule]
     if any(after <= before for before, after in itertools.pairwise(steps)):
         raise UserError(

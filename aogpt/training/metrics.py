@@ -124,6 +124,27 @@ def size_notes(config: Config, epochs: float, device: torch.device) -> list[str]
     return notes
 
 
+def notes_on_records(config: Config, data: TokenDataset) -> list[str]:
+    """Return notes for a run on records: on ends that other orders than left to right
+    do not learn, and on a model that cannot see where a record begins."""
+    m = config.model
+    notes = []
+    orders, _ = config.last_stage()
+    has_ends = "lengths" in data.meta["splits"][data.split]
+    if has_ends and not data.end_given and not m.l2r_only and not orders.is_l2r:
+        notes.append(
+            "note: samples of this run end from left to right alone (--until-end); set "
+            "data.end = 'given' to have records that end in any order"
+        )
+    hides_beginning = m.is_encoder or m.target == "mask_query" or m.start == "hidden"
+    if has_ends and m.position == "rotary" and hides_beginning:
+        notes.append(
+            "note: with rotary positions alone this model knows distances between "
+            "tokens, not where a record begins: set model.position = 'both'"
+        )
+    return notes
+
+
 class Log:
     """The log of a run on the main process: metrics.jsonl, progress on the terminal,
     and Weights & Biases."""

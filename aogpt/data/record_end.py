@@ -1,0 +1,78 @@
+"""Records that end, in any order. The end is given: it is known before any token, so it
+says how long the record is. Then
+
+    log p(record) = log p(length) + log p(tokens | the end is at its place, an order)
+
+p(length) counts the training records of each length, with one more of every length that
+fits a block: it sums to 1, and no length is impossible."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ..runtime.errors import UserError
+
+
+@dataclass(frozen=True)
+class RecordEnd:
+    """The end of the records that a run was trained on, where it was given."""
+
+    token: int  # the id that stands at the end
+    # How many training records have 0, 1, ... tokens before it, up to the longest that
+    # fits a block.
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, meta: Mapping[str, Any], folder: object) -> "RecordEnd":
+        """Return the end of the records of a prepared data set. Raises UserError for
+        one whose records have no end, or that lacks the histogram of lengths."""
+        histogram = meta["splits"].get("train", {}).get("lengths")
+        if histogram is None:
+            raise UserError(
+                f"{folder} has no lengths of records that end, which data.end = 'given'"
+                " needs: prepare it again, or set data.end = 'predicted' where all "
+                "records have one length"
+            )
+        lengths = tuple(histogram.get(str(n), 0) for n in range(meta["block_size"]))
+        return cls(meta["eot"], lengths)
+
+    @property
+    def longest(self) -> int:
+        """Return the most tokens of a record before its end."""
+        return len(self.lengths) - 1
+
+    def longest_in(self, block_size: int) -> int:
+        """Return the most tokens of a record for a model of this block size: the block
+        holds the end, too."""
+        return min(block_size - 1, self.longest)
+
+    @cached_property
+    def cumulative(self) -> list[int]:
+        """Return how many of the counts, each with one more, are of at most 0, 1, ...
+        tokens."""
+        counts = np.array(self.lengths, dtype=np.int64) + 1
+        return counts.cumsum().tolist()
+
+    def log_prob(self, length: int) -> float:
+        """Return log p(length) in nats; minus infinity where it does not fit."""
+        if not 0 <= length <= self.longest:
+            return -math.inf
+        return math.log(self.lengths[length] + 1) - math.log(self.cumulative[-1])
+
+    def draw(self, uniforms: Sequence[float], least: int, most: int) -> list[int]:
+        """Draw a length from `least` to `most` for each number in [0, 1), from
+        p(length) cut to these lengths."""
+        most = min(most, self.longest)
+        if least > most:
+            raise UserError(
+                f"a record of at least {least} tokens does not fit: with its end it "
+                f"has at most {most + 1}"
+            )
+        below = self.cumulative[least - 1] if least else 0
+        total = self.cumulative[most] - below
+        wanted = below + np.array(uniforms, dtype=np.float64) * total
+        return np.searchsorted(self.cumulative, wanted, side="right").tolist()

@@ -1,0 +1,464 @@
+"""Records whose end is given: lengths, likelihoods that sum to 1, samples that end."""
+
+import collections
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import (
+    change,
+    encoder_config,
+    metrics,
+    prepared,
+    read_lines,
+    run_main,
+    tiny_config,
+    torchrun,
+    write_config,
+    write_rows,
+)
+from reference import LEVEL, chi_square_p, make_system
+
+import aogpt
+import convert
+import eval_ppl
+import sample
+import train
+from aogpt.checkpoints import Loaded, load
+from aogpt.data.loader import TokenDataset, load_meta
+from aogpt.data.prompts import END_GIVEN, PADDING, PREDICTED
+from aogpt.data.record_end import RecordEnd
+from aogpt.model import IMPOSSIBLE
+from aogpt.objectives import masked_nll, masks_at
+from aogpt.orders import Roles
+from aogpt.runtime.errors import UserError
+from aogpt.training.batches import make_batch, roles_of
+
+AB = RecordEnd(token=2, lengths=(2, 0, 3, 5))  # of a block of four
+STRINGS = ["".join(s) for n in range(4) for s in itertools.product("ab", repeat=n)]
+SYSTEMS = [
+    "AO-GPT",
+    "sigma-GPT",
+    "shared",
+    "per_block",
+    "target rotary",
+    "two_stream",
+    "mask_query",
+    "mask_query, rotary",
+    "Llama, A3",
+    "encoder AO-GPT",
+    "RADD",
+    "SEDD",
+]
+DECODERS = ["AO-GPT", "target rotary", "two_stream", "mask_query"]
+
+
+def of_records(system, dtype=torch.float64):
+    """Return a TextModel of records of two letters, with rows above the tokenizer's."""
+    model = make_system(system, 3, tokens=6, block_size=4, dtype=dtype, scale=2.0)
+    model.eval().exclude(3, AB.token)
+    loaded = Loaded(model, "x", 0, "raw", "alphabet:ab", 3, record_end=AB)
+    return aogpt.TextModel(loaded)
+
+
+def test_lengths_have_one_more_each_and_sum_to_one():
+    assert sum(math.exp(AB.log_prob(n)) for n in range(4)) == pytest.approx(1)
+    assert math.exp(AB.log_prob(3)) == pytest.approx(6 / 14)
+    assert AB.log_prob(4) == -math.inf
+    uniforms = torch.rand(4000, generator=torch.Generator().manual_seed(0)).tolist()
+    for least, most in ((0, 3), (1, 3), (2, 9)):
+        counts = torch.bincount(torch.tensor(AB.draw(uniforms, least, most)))
+        p = [AB.lengths[n] + 1 for n in range(least, min(most, 3) + 1)]
+        expected = torch.tensor([0.0] * least + p) / sum(p) * 4000
+        assert chi_square_p(counts, expected) > LEVEL
+    with pytest.raises(UserError, match="does not fit"):
+        AB.draw([0.5], 5, 9)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_probabilities_of_all_records_sum_to_one(system):
+    """In every order, in batches of records of all lengths as one by one. The end and
+    ids above the tokenizer's have no probability within a record."""
+    text = of_records(system)
+    for order in ("l2r", "random"):
+        scored = text.score(STRINGS, order, seed=2, end=True)
+        total = sum(math.exp(-one.nats) for one in scored)
+        assert total == pytest.approx(1, abs=1e-9)
+        for string, in_batch in zip(STRINGS, scored, strict=True):
+            (alone,) = text.score([string], order, seed=2, end=True)
+            assert alone.nats == pytest.approx(in_batch.nats, abs=1e-9)
+            length = AB.log_prob(len(string))
+            assert alone.log_probs[-1] == length
+            if string:
+                (tokens,) = text.score([string], order, seed=2)
+                assert tokens.nats == pytest.approx(alone.nats + length, abs=1e-9)
+    ranked = text.rank(["a[|a|b|bb]"])[0]  # of unequal length
+    for one in ranked:
+        (scored,) = text.score([one.text], end=True)
+        assert one.log_prob == pytest.approx(-scored.nats)
+    assert sum(one.share for one in ranked) == pytest.approx(1)
+
+
+def test_a_gpt_sums_to_one_with_what_does_not_end():
+    """It predicts the end: all strings that fit, and the mass of those that do not."""
+    model = make_system("GPT-2", 3, tokens=3, block_size=4)
+    text = aogpt.TextModel(Loaded(model.eval(), "x", 0, "raw", "alphabet:ab", 3))
+    total = sum(math.exp(-one.nats) for one in text.score(STRINGS, end=True))
+    unfinished = ["".join(s) for s in itertools.product("ab", repeat=4)]
+    total += sum(math.exp(-one.nats) for one in text.score(unfinished))
+    assert total == pytest.approx(1, abs=1e-9)
+
+
+def test_the_bound_of_an_encoder_is_below_its_probabilities():
+    """exp(-ELBO), by enumeration of all masks, sums to less than 1."""
+    text = of_records("RADD")
+    model = text.model
+    total = 0.0
+    for string in STRINGS:
+        n = len(string)
+        tokens = torch.tensor([[*map("ab".index, string), AB.token]])
+        nats = -AB.log_prob(n)
+        for size in range(1, n + 1):
+            sets = list(itertools.combinations(range(n), size))
+            for masked_positions in sets:
+                masked = torch.zeros(1, n + 1, dtype=torch.bool)
+                masked[0, list(masked_positions)] = True
+                nll = model(tokens, masked).sum().item()
+                nats += nll / size / len(sets)
+        total += math.exp(-nats)
+    assert 0.3 < total < 1
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_samples_of_records_have_their_probabilities(system):
+    text = of_records(system)
+    samples = text.generate([""], num_samples=3000, temperature=1.0, mode="l2r")
+    counts = collections.Counter(one.text for one in samples)
+    assert counts.keys() <= set(STRINGS)
+    scores = text.score(STRINGS, end=True)
+    expected = torch.tensor([3000 * math.exp(-one.nats) for one in scores])
+    expected = expected.double() * (3000 / expected.double().sum())
+    observed = torch.tensor([counts[string] for string in STRINGS])
+    assert chi_square_p(observed, expected) > LEVEL
+
+
+@pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "mask_query", "RADD"])
+@pytest.mark.parametrize(
+    "mode",
+    ["mdm", "even", "random", "confidence", "adaptive", "speculative"],
+)
+def test_every_mode_ends_samples_where_their_length_says(system, mode):
+    text = of_records(system, torch.float32)
+    if mode == "speculative" and system == "RADD":
+        return
+    options = {"mode": mode, "temperature": 1.0, "num_samples": 60}
+    samples = text.generate(["", "b"], **options)
+    lengths = [len(one.text) for one in samples]
+    assert {one.text[0] for one in samples[60:]} == {"b"}
+    assert lengths == [
+        len(one.text) for one in text.generate(["", "b"], **{**options, "mode": "l2r"})
+    ]
+    assert max(lengths) == 3
+    for one in samples:
+        assert sorted(one.order) == list(range(len(one.text)))
+        assert len(one.log_probs) == len(one.tokens) == len(one.text)
+        assert AB.token not in one.tokens
+    assert {len(one.text) for one in text.generate(["a"], 1, 5, mode=mode)} == {2}
+    (filled,) = text.fill(["a[MASK]b"], mode=mode)
+    assert filled.text in ("aab", "abb")
+    assert filled.log_probs[0] == filled.log_probs[2] == 0
+
+
+@pytest.mark.parametrize("system", [*DECODERS, "RADD", "SEDD"])
+def test_the_text_api_knows_the_end_of_a_record(system):
+    """The same joint by the chain rule; blanks by one token."""
+    text = of_records(system)
+    ((likely,),) = text.blanks(["a[MASK]b"])
+    assert sum(one.probability for one in likely) == pytest.approx(1)
+    by_text = {one.text: one.probability for one in likely}
+    for letter in "ab":
+        (joint,) = text.score([f"a{letter}b"], predict=[(1, 2)])
+        assert math.exp(joint.log_prob) == pytest.approx(by_text[letter])
+        assert len(joint.log_probs) == 3
+    both = [f"a{s}" for s in map("".join, itertools.product("ab", repeat=2))]
+    for orders in (1, 2):
+        joints = text.score(both, predict=[(1, 3)], orders=orders)
+        assert sum(math.exp(one.log_prob) for one in joints) == pytest.approx(1)
+    (scored,) = text.score(["ab"], torch.tensor([1, 0]))
+    assert None not in scored.log_probs
+    for call, words in (
+        (lambda: text.score(["abab"]), "4 tokens, more than a record of this model, 3"),
+        (lambda: text.score(["a<|endoftext|>b"]), "a record of this model has one end"),
+        (lambda: text.blanks(["abb[MASK]"]), "exceed"),
+        (lambda: text.generate(["abab"]), "at most 3"),
+        (lambda: text.score([""]), "there is no text"),
+    ):
+        with pytest.raises(UserError, match=words):
+            call()
+
+
+# ---- runs ----------------------------------------------------------------------------
+
+WORDS = ["a", "ab", "abc", "abcabc", "abcabcabcabc", "bca", "bcabca"]
+
+
+def data_of(tmp_path, name="data", rows=None, **options):
+    rows = rows or [{"text": WORDS[n % 7]} for n in range(600)]
+    source = write_rows(tmp_path / f"{name}.jsonl", rows)
+    options = {"block_size": 16, "alphabet": "abc", "tokenizer": None, **options}
+    if options["alphabet"] is None:
+        options["tokenizer"] = "bytes"
+    return prepared("records", tmp_path / name, source, **options)
+
+
+def config_of(data, tmp_path, name="run", **changes):
+    changes = {
+        "data__end": "given",
+        "model__dropout": 0.0,
+        "eval__sequences": 30,  # all
+        **changes,
+    }
+    return tiny_config(data, tmp_path / "out", name, **changes)
+
+
+def test_a_given_end_is_no_prediction(tmp_path):
+    data = data_of(tmp_path)
+    config = config_of(data, tmp_path)
+    dataset = TokenDataset(data, "train", 16)
+    before = dataset.roles(range(4)).clone()
+    predicted = dataset.predicted(7, 0, 8)
+    dataset.give_end()
+    roles = dataset.roles(range(4))
+    lengths = (roles != PADDING).sum(1)
+    assert torch.equal(lengths, (before != PADDING).sum(1))
+    tokens = dataset.blocks(range(4))
+    for row, length in enumerate(lengths.tolist()):
+        assert roles[row, length - 1] == END_GIVEN
+        assert (roles[row, : length - 1] == PREDICTED).all()
+        assert tokens[row, length - 1] == 3
+    assert dataset.predicted(7, 0, 8) == predicted - 8
+    of_rows, mean = roles_of(dataset, config, 0, range(4))
+    batch = make_batch(
+        dataset.batch(7, 0, range(4), 8), config, 0, range(4), of_rows, mean
+    )
+    ends = of_rows.lengths - 1
+    assert torch.equal(batch.order[:, 0], ends)
+    assert (batch.weight[:, 0] == 0).all()
+    assert torch.equal((batch.weight > 0).sum(1), ends)
+    masks = masks_at(
+        encoder_config(config).objective,
+        seed=0,
+        step=0,
+        rows=range(4),
+        total=4,
+        length=16,
+        roles=Roles.of(roles),
+    )
+    assert not masks.masked[range(4), lengths - 1].any()
+
+
+def test_losses_at_ids_that_are_excluded_are_no_nan():
+    """The end is a target of weight 0: 0 times infinity would be NaN."""
+    for system in ("AO-GPT", "RADD"):
+        text = of_records(system, torch.float32)
+        tokens = torch.tensor([[0, 1, 2]])
+        if system == "RADD":
+            masks = masks_at(
+                encoder_config(tiny_config("x", "y")).objective,
+                seed=0,
+                step=0,
+                rows=range(1),
+                total=1,
+                length=3,
+                roles=Roles.of(torch.tensor([[0, 0, 3]])),
+            )
+            loss = masked_nll(text.model, tokens, masks).sum()
+        else:
+            nll = text.model(tokens, torch.tensor([[2, 0, 1]]))
+            assert nll[0, 0] > -IMPOSSIBLE / 2
+            loss = (nll * torch.tensor([[0.0, 1.0, 1.0]])).sum()
+        loss.backward()
+        assert loss.isfinite()
+        for parameter in text.model.parameters():
+            assert parameter.grad is None or parameter.grad.isfinite().all()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run on records whose end is given, and its data."""
+    folder = tmp_path_factory.mktemp("records")
+    config = config_of(data_of(folder), folder, steps=150)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["train", str(write_config(config))])
+        train.main()
+    return config
+
+
+def test_of_a_thousand_samples_in_random_order_each_ends_once(
+    run, tmp_path, monkeypatch, capsys
+):
+    file = tmp_path / "s.jsonl"
+    options = ["--mode", "random", "--num-samples", 1000, "--jsonl", file]
+    run_main(sample, monkeypatch, capsys, run.run_folder, *options)
+    rows = read_lines(file)
+    assert len(rows) == 1000
+    end = load(run.run_folder).record_end
+    histogram = load_meta(run.data.folder)["splits"]["train"]["lengths"]
+    for length, count in histogram.items():
+        assert end.lengths[int(length)] == count
+    assert not any(end.token in row["tokens"] for row in rows)
+    assert all(len(row["text"]) == row["length"] == len(row["step"]) for row in rows)
+    counts = torch.zeros(16)
+    for row in rows:
+        counts[row["length"]] += 1
+    expected = [1000 * math.exp(end.log_prob(n)) for n in range(16)]
+    assert chi_square_p(counts, torch.tensor(expected).double()) > LEVEL
+    known = sum(row["text"] in WORDS for row in rows)
+    assert known > 500  # it has learned something
+
+    def draw(*options):
+        run_main(
+            sample,
+            monkeypatch,
+            capsys,
+            run.run_folder,
+            "--overwrite",
+            "--jsonl",
+            file,
+            *options,
+        )
+        return read_lines(file)
+
+    assert {row["length"] for row in draw("--length", 6)} == {6}
+    for row in draw("--prompt", "bc", "--mode", "confidence", "--num-samples", 20):
+        assert row["text"].startswith("bc")
+        assert row["prompt_index"] == 0
+        assert row["step"][:2] == [-1, -1]
+    for row in draw("--prompt", "bc", "--new-tokens", 2):
+        assert row["length"] == 4
+    for row in draw("--infill", "a[MASK]c[MASK:3]"):
+        assert (row["length"], row["text"][0], row["text"][2]) == (6, "a", "c")
+    for row in draw("--prompts", run.data.folder, "--rows", 1, "--num-samples", 2):
+        assert row["infill"] == f"[MASK:{row['length']}]"
+    for options, words in (
+        (["--until-end"], "--until-end: this run knows the end"),
+        (["--length", 16], "at most 15 tokens"),
+        (["--prompt", "a" * 16], "at most 15"),
+        (["--infill", "[MASK:16]"], "exceed"),
+    ):
+        with pytest.raises(UserError, match=words):
+            draw(*options)
+
+
+def test_an_export_knows_the_end_of_records(run, tmp_path):
+    out = tmp_path / "export"
+    convert.convert(str(run.run_folder), out)
+    text = aogpt.load(out)
+    ours = aogpt.load(run.run_folder)
+    assert text.end == ours.end
+    assert text.score(["abcabc"], end=True) == ours.score(["abcabc"], end=True)
+    assert [one.text for one in text.generate([""], num_samples=4)] == [
+        one.text for one in ours.generate([""], num_samples=4)
+    ]
+
+
+def test_validation_and_perplexity_are_of_the_same_tokens(
+    run, tmp_path, monkeypatch, capsys
+):
+    """Left to right both are exact: the mean over the tokens before the ends."""
+    file = tmp_path / "p.json"
+    options = ["--datasets", run.data.folder, "--json", file]
+    run_main(eval_ppl, monkeypatch, capsys, run.run_folder, *options)
+    results = json.loads(file.read_text())["results"]
+    (row,) = [row for row in results if row["orders"] == "l2r"]
+    model = aogpt.load(run.run_folder)
+    dataset = TokenDataset(run.data.folder, "val", 16)
+    dataset.give_end()
+    rows = range(dataset.num_blocks)
+    lengths = ((dataset.roles(rows) == PREDICTED).sum(1)).tolist()
+    texts = []
+    for tokens, length in zip(dataset.blocks(rows).tolist(), lengths, strict=True):
+        texts.append("".join("abc"[token] for token in tokens[:length]))
+    nats = sum(one.nats for one in model.score(texts))
+    assert row["nll"] == pytest.approx(nats / sum(lengths), rel=1e-4)
+    final = metrics(run, "val_loss_l2r")[150]
+    assert final == pytest.approx(row["nll"], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "mask_query", "two_stream"])
+def test_other_systems_train_and_sample(kind, tmp_path, monkeypatch, capsys):
+    config = config_of(data_of(tmp_path), tmp_path, steps=6)
+    if kind == "encoder":
+        config = encoder_config(config)
+    else:
+        config = change(config, model__target=kind)
+    run_main(train, monkeypatch, capsys, write_config(config))
+    assert metrics(config, "val_loss_random")[6] < 10
+    run_main(
+        sample,
+        monkeypatch,
+        capsys,
+        config.run_folder,
+        "--mode",
+        "confidence",
+        "--num-samples",
+        5,
+    )
+
+
+def test_what_does_not_fit_is_one_line(run, tmp_path, monkeypatch, capsys):
+    data = data_of(tmp_path)
+    with pytest.raises(UserError, match="for any-order models: a plain GPT"):
+        config_of(data, tmp_path, model__target="none")
+    rows = [{"text": "abc" * 300} for _ in range(40)]
+    source = write_rows(tmp_path / "text.jsonl", rows)
+    text = prepared("text", tmp_path / "text", source, alphabet="abc", tokenizer=None)
+    config = config_of(text, tmp_path, "text")
+    with pytest.raises(UserError, match="has no lengths of records that end"):
+        run_main(train, monkeypatch, capsys, write_config(config))
+    changed = change(run, data__end="predicted", train__steps=160)
+    with pytest.raises(UserError, match=r"data.end = 'given', but now"):
+        run_main(train, monkeypatch, capsys, write_config(changed))
+    write_config(run)
+    with pytest.raises(UserError, match="has no lengths of records that end"):
+        run_main(eval_ppl, monkeypatch, capsys, run.run_folder, "--datasets", text)
+    dataset = TokenDataset(data, "val", 16)
+    dataset._blocks = dataset._blocks.copy()
+    dataset._blocks[1, 0] = 3
+    with pytest.raises(UserError, match="record 2 of val .* has its end, id 3, inside"):
+        dataset.give_end()
+
+
+def test_records_that_fill_their_block_have_roles_where_the_end_is_given(tmp_path):
+    rows = [{"text": "abcabc"} for _ in range(60)]
+    data = data_of(tmp_path, "full", rows, block_size=7)
+    dataset = TokenDataset(data, "train", 7)
+    assert not dataset.of_records
+    dataset.give_end()
+    assert dataset.roles(range(2)).tolist() == [[PREDICTED] * 6 + [END_GIVEN]] * 2
+
+
+@pytest.mark.slow(reason="starts two processes")
+def test_two_processes_train_and_sample_records_as_one(run, tmp_path):
+    config = replace(run, out=str(tmp_path), name="two")
+    config = change(config, train__steps=4, checkpoint__interval=4)
+    torchrun(2, "train.py", write_config(config))
+    one = [row["loss"] for row in read_lines(run.run_folder / "metrics.jsonl")[:3]]
+    two = [row["loss"] for row in metrics(config)[:3]]
+    assert one == pytest.approx(two, rel=1e-4)
+    for processes, name in ((1, "one"), (2, "two")):
+        torchrun(
+            processes,
+            "sample.py",
+            run.run_folder,
+            "--num-samples",
+            9,
+            "--jsonl",
+            tmp_path / f"{name}.jsonl",
+        )
+    assert [row["tokens"] for row in read_lines(tmp_path / "one.jsonl")] == [
+        row["tokens"] for row in read_lines(tmp_path / "two.jsonl")
+    ]
