@@ -27,9 +27,9 @@ OLD_RUNS = [
     json.loads(line)
     for line in (ROOT / "tests" / "old_runs.jsonl").read_text().splitlines()
 ]
-FROM_SOURCE = [f"model.{name}" for name in configuration.FROM_SOURCE]
+NOT_OPTIONS = [f"model.{name}" for name in configuration.NOT_OPTIONS]
 KEYS = [key for key in configuration.dotted(Config()) if key != "schedule"]
-KEYS = [key for key in KEYS if key not in FROM_SOURCE]
+KEYS = [key for key in KEYS if key not in NOT_OPTIONS]
 SHIPPED = sorted((ROOT / "configs").glob("*.toml"))
 
 
@@ -405,7 +405,7 @@ def test_help_shows_what_people_change_first_then_every_key_with_its_meaning(
     boxes = shown[shown.index("-h, --help") :]
     for key in KEYS:
         assert "--" + key.replace("_", "-") in boxes, key
-    for key in FROM_SOURCE:
+    for key in NOT_OPTIONS:
         assert "--" + key.replace("_", "-") + " " not in boxes, key
     # texts of several lines are wrapped anew: only their last line is short
     text = boxes[boxes.index("l2r, r2l: left") : boxes.index("--order.l2r-prob")]

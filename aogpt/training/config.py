@@ -36,9 +36,16 @@ from ..systems import check_config, system_of
 from .removed_keys import without_removed_keys
 from .warm_start import with_shape_of
 
-# Keys of [model] that train.init_from takes from a pretrained decoder; no option sets
-# them.
-FROM_SOURCE = (
+# Keys of [model] that are no options: details of published layouts, which a config
+# sets, and what train.init_from takes from a pretrained decoder.
+NOT_OPTIONS = (
+    "norm_bias",
+    "gelu",
+    "attn_bias",
+    "head_bias",
+    "tied_head",
+    "noise",
+    "position_init",
     "mlp_bias",
     "n_kv_head",
     "head_width",
@@ -356,7 +363,7 @@ def from_command_line(arguments: list[str], description: str) -> Config:
     a value of another type ends in tyro's message."""
     import tyro
 
-    for name in FROM_SOURCE:
+    for name in NOT_OPTIONS:
         hint = ModelConfig.__annotations__[name]
         ModelConfig.__annotations__[name] = Annotated[hint, tyro.conf.Suppress]
     if arguments and not arguments[0].startswith("-"):
