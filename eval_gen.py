@@ -177,6 +177,11 @@ def fitted(
             f"{run} has no start token, as its tokenizer writes none: make samples "
             "with sample.py --prompt TEXT --jsonl FILE, then give --samples FILE"
         )
+    if loaded.record_end is not None:
+        raise UserError(
+            f"{run} was trained on records that end (data.end): make samples with "
+            "sample.py --jsonl FILE, then give --samples FILE"
+        )
     limit = loaded.model.config.block_size
     modes.check_mode(options, loaded.model.config)
     if a.length and a.length > limit:

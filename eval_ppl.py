@@ -550,11 +550,26 @@ def result_rows(task: Task, scores: Scores, draws: int) -> list[dict]:
             "gain_error": change.standard_error if change else None,
             "blocks": eval_set.dataset.num_blocks,
             "tokens": int(task.scored_tokens().sum()),
+            "nats_per_record": record_nats(task, loss.nll),
             "draws": 1 if task.scorer.exact else draws,
             "exact": task.scorer.exact,
         }
         rows.append(row)
     return rows
+
+
+def record_nats(task: Task, nll: float) -> float | None:
+    """Return the mean nats of a whole record that ends, from those of its tokens: where
+    its end is given, with -log p(length). None for other text."""
+    eval_set = task.eval_set
+    if "lengths" not in eval_set.dataset.meta["splits"][eval_set.dataset.split]:
+        return None
+    nats = nll * int(task.scored_tokens().sum()) / eval_set.count
+    end = task.loaded.record_end
+    if end is not None:
+        lengths = eval_set.lengths.tolist()  # with the end
+        nats -= sum(end.log_prob(length - 1) for length in lengths) / len(lengths)
+    return nats
 
 
 def difference_row(rows: list[dict], gap: Estimate) -> dict:
@@ -656,6 +671,12 @@ def table_notes(results: list[dict]) -> list[str]:
             notes.append(ROUGH.format(enough))
     if any(error is None for error in errors):
         notes.append(UNKNOWN)
+    for r in results:
+        if r["nats_per_record"] is not None:
+            notes.append(
+                f"{r['dataset']}, {title_of(r)}: {r['nats_per_record']:.3f} nats a "
+                "record, end or length included"
+            )
     return list(dict.fromkeys(notes))
 
 

@@ -384,6 +384,8 @@ def test_validation_and_perplexity_are_of_the_same_tokens(
         texts.append("".join("abc"[token] for token in tokens[:length]))
     nats = sum(one.nats for one in model.score(texts))
     assert row["nll"] == pytest.approx(nats / sum(lengths), rel=1e-4)
+    whole = sum(one.nats for one in model.score(texts, end=True))
+    assert row["nats_per_record"] == pytest.approx(whole / len(texts), rel=1e-4)
     final = metrics(run, "val_loss_l2r")[150]
     assert final == pytest.approx(row["nll"], rel=1e-4)
 

@@ -250,6 +250,11 @@ def comparable(models: list[Loaded]) -> list[Loaded]:
             f"{' and '.join(tokenizers)}, of another vocabulary: compare models of one "
             "tokenizer"
         )
+    if (models[0].record_end is None) != (models[-1].record_end is None):
+        raise UserError(
+            "of these models one knows the end of a record (data.end = 'given') and "
+            "one predicts it: score each alone, and compare nats a record"
+        )
     scored_from = max(model.scored_from for model in models)
     return [replace(model, scored_from=scored_from) for model in models]
 
