@@ -134,6 +134,15 @@ class Likely:
     id: int
 
 
+@dataclass(frozen=True)
+class Pairs:
+    """The joint probabilities of two tokens of a text given all others."""
+
+    first: list[Likely]  # what may stand at the first place, the most probable first
+    second: list[Likely]  # at the second place, without knowing the first
+    table: list[list[float]]  # [n][m]: of first[n] and second[m] together
+
+
 def load(
     path: str | Path,
     *,
@@ -742,15 +751,113 @@ class TextModel:
         check_finite(probabilities)
         best = probabilities.topk(min(top, self.loaded.vocab_size))
         likely_of_blanks = []
-        for ids, values in zip(
-            best.indices.tolist(), best.values.tolist(), strict=True
-        ):
-            likely = []
-            for token, probability in zip(ids, values, strict=True):
-                text = token_text(self.tokenizer, token)
-                likely.append(Likely(text, probability, token))
-            likely_of_blanks.append(likely)
+        for ids, values in zip(best.indices, best.values, strict=True):
+            likely_of_blanks.append(self._likely(ids, values))
         return likely_of_blanks
+
+    def _likely(self, ids: Tensor, probabilities: Tensor) -> list[Likely]:
+        """Return tokens with their probabilities."""
+        likely = []
+        for token, value in zip(ids.tolist(), probabilities.tolist(), strict=True):
+            likely.append(Likely(token_text(self.tokenizer, token), value, token))
+        return likely
+
+    def pairs(
+        self,
+        texts: Sequence[str],
+        first: int,
+        second: int,
+        top: int = 32,
+        orders: int = 1,
+    ) -> list[Pairs]:
+        """Return, for each text, the joint probabilities of what may stand at two
+        places given the rest of it, from one row more than tokens at the first place.
+
+        Args:
+            first, second: places of characters, the same in each text; each must be one
+                token. p(first) p(second | first): the other way round it is another
+                estimate.
+            top: how many tokens of each place, the likeliest ones. Where that is all of
+                them, as of an alphabet, the table sums to 1.
+            orders: 1, or 2 for the mean of both ways."""
+        check_value(top, Count, "top")
+        check_value(orders, Literal[1, 2], "orders")
+        self._check_any_order()
+        texts = checked_texts(texts)
+        self._warn_of_special(texts, but_end=True)
+        tables = []
+        for place, text in enumerate(texts, 1):
+            with in_list(place, len(texts)):
+                tables.append(self._pairs(text, (first, second), top, orders))
+        return tables
+
+    @torch.no_grad()
+    def _pairs(self, text: str, places: Span, top: int, orders: int) -> Pairs:
+        """Return the joint probabilities at two places of a text."""
+        ids = self._ids_to_score(text, end=False)
+        if len(ids) > self.longest:
+            raise UserError(
+                f"the text has {len(ids)} tokens; pairs takes at most {self.longest}"
+            )
+        positions = []
+        for place in places:
+            (position, *more) = self._positions_of(text, ids, [(place, place + 1)])
+            if more or position in positions:
+                raise UserError(
+                    f"pairs takes two places, each of one token; character {place} has "
+                    "several, or that of the other place: give score(predict=) spans"
+                )
+            positions.append(position)
+        if len(ids) - 2 < self.scored_from:
+            raise UserError("this model has no start token: give a longer text")
+        # 1. Each place given the text without both.
+        tokens = torch.tensor([self._with_end(ids)], device=self.device)
+        marginals = self._distributions(tokens, positions, unknown=2)  # (2, V)
+        top = min(top, self.loaded.vocab_size - int(self.end is not None))
+        values, candidates = marginals.topk(top)  # (2, top)
+
+        # 2. The second place given each token of the first; and the other way round.
+        tables = []
+        for known in range(orders):
+            rows = tokens.repeat(top, 1)
+            rows[:, positions[known]] = candidates[known]
+            order = [positions[known], positions[1 - known]]
+            conditionals = self._distributions(rows, order, unknown=1)  # (top, V)
+            chosen = conditionals[:, candidates[1 - known]]
+            table = values[known][:, None] * chosen
+            tables.append(table.T if known else table)
+        table = torch.stack(tables).mean(dim=0)
+        check_finite(table)
+        return Pairs(
+            first=self._likely(candidates[0], values[0]),
+            second=self._likely(candidates[1], values[1]),
+            table=table.tolist(),
+        )
+
+    def _distributions(self, tokens: Tensor, last: list[int], unknown: int) -> Tensor:
+        """Return the distributions (rows * unknown, V) of the `unknown` last positions
+        of the order that ends with `last`, float64. tokens: (B, T), with the end of a
+        record."""
+        B, T = tokens.shape
+        length = T - int(self.end is not None)
+        rest = [position for position in range(length) if position not in last]
+        order = torch.tensor([self._with_end_first([*rest, *last])])
+        masked = torch.zeros(1, T, dtype=torch.bool)
+        masked[0, last[len(last) - unknown :]] = True
+        parts = []
+        for rows in tokens.split(max(1, BATCH_TOKENS // T)):
+            logits = masked_logits(
+                self.model,
+                rows,
+                masked.expand(len(rows), T).to(self.device),
+                order.expand(len(rows), T).to(self.device),
+            )
+            logits = logits[:, : self.loaded.vocab_size]
+            parts.append(logits.double().softmax(dim=-1))
+        distributions = torch.cat(parts)
+        if unknown == 2 and last[0] > last[1]:  # they come by position
+            distributions = distributions.flip(0)
+        return distributions
 
     def rank(self, texts: Sequence[str], end: bool = False) -> list[list[Alternative]]:
         """Rank the alternatives of texts, "The [cat|dog|tax] barked.", by the
