@@ -11,6 +11,7 @@ the global batch): see randomness.py."""
 import functools
 import itertools
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -257,6 +258,8 @@ def _fixed_blockwise(config: OrderConfig, length: int) -> Tensor:
 def read_orders(file: str, length: int) -> np.ndarray:
     """Return the orders in a .npy file, int64 (M, length). Of longer orders it takes
     the positions below `length`."""
+    if Path(file).exists() and not Path(file).is_file():  # a FIFO would wait for ever
+        raise UserError(f"order.file {file} is not a regular file")
     try:
         orders = np.load(file, allow_pickle=False)
     except Exception as error:  # NumPy reads the header as Python's own parser does

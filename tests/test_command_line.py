@@ -382,6 +382,13 @@ def test_a_prompt_is_read_as_utf_8_in_any_locale(run, tmp_path, variables):
     assert row["text"].startswith("\u00e9\u65e5")
 
 
+@pytest.mark.parametrize("option", ["--prompt", "--infill"])
+def test_a_text_that_is_not_utf_8_is_refused(run, option, script):
+    status, _, err = script(sample, run, option, os.fsdecode(b"a\xff"))
+    assert status == 2
+    assert "not UTF-8" in err
+
+
 SCRIPTS = [
     [name.name]
     for name in sorted(ROOT.glob("*.py"))

@@ -4,6 +4,7 @@ row)."""
 import collections
 import itertools
 import math
+import os
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from aogpt.orders import (
     inverse_permutation,
     orders_at,
     parse_order,
+    read_orders,
 )
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.randomness import ORDERS, SHUFFLE, philox_bits
@@ -334,6 +336,14 @@ def test_files_without_orders_are_refused(tmp_path, content, says):
         )
     with pytest.raises(ValueError, match="name a .npy file"):
         OrderConfig("file")
+
+
+def test_a_pipe_is_no_file_of_orders(tmp_path):
+    """A read of one would wait for ever."""
+    path = tmp_path / "orders.npy"
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match="not a regular file"):
+        read_orders(str(path), 3)
 
 
 def test_random_bits_are_fixed_numbers():

@@ -56,8 +56,12 @@ class ModelOptions:
 
 
 def _read_as_utf8(words: list[str]) -> str:
-    """Return a text of the command line, whose bytes are UTF-8 whatever the locale."""
-    return os.fsencode(words[0]).decode("utf-8", "surrogateescape")
+    """Return a text of the command line, whose bytes are UTF-8 whatever the locale.
+    Raises ValueError for other bytes, which would silently become U+FFFD."""
+    try:
+        return os.fsencode(words[0]).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the text is not UTF-8: {error.reason}") from None
 
 
 # An option that is a text as it stands, also "None", which tyro would read as none.
