@@ -41,14 +41,15 @@ quickstart-steps:
 	$(PY) train.py configs/quickstart.toml
 	@echo "== 3/5 evaluation: left to right and in any order"
 	$(PY) eval_ppl.py $(RUN) --datasets stories --num-orders 2
-	@echo "== 4/5 left to right, then a gap whose text on both sides is given: the most confident positions come first"
+	@echo "   To compare (bits/byte): 1.99 left to right and 2.11 in random orders on our machine. A random order is harder."
+	@echo "== 4/5 a text continued left to right, then a gap between given text filled, the most confident positions first"
 	$(PY) sample.py $(RUN) --mode l2r --num-samples 2 $(CHOICE) --prompt "Dorothy looked at the" --new-tokens 40
 	$(PY) sample.py $(RUN) --mode confidence --num-samples 3 $(CHOICE) \
-		--infill "The old horse was tired,[MASK:12] and so they gave him some water."
-	@echo "== 5/5 the page on which samples fill in, and a picture of the losses"
-	$(PY) sample.py $(RUN) --mode confidence --num-samples 2 --length 64 $(CHOICE) --html $(RUN)/samples.html --overwrite
+		--infill "The old horse was tired,[MASK:12] and so they gave him some water." --html $(RUN)/samples.html --overwrite
+	@echo "== 5/5 a picture of the losses"
 	$(PY) -m studies.plot $(RUN) --out $(RUN)/loss.png --overwrite
-	@echo "== done. Open $(RUN)/samples.html in a browser; the losses are in $(RUN)/loss.png. Next, with a larger model that comes along:"
+	@echo "== done. The gap fills in, step by step, at file://$(CURDIR)/$(RUN)/samples.html#play; the losses are in $(RUN)/loss.png."
+	@echo "   Next, with a larger model that comes along:"
 	@echo "   source $(VENV)/bin/activate; python -m aogpt blanks results/books_model \"The[MASK] smiled at her children.\""
 
 test: $(VENV)/.requirements-dev lint

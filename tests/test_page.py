@@ -167,6 +167,16 @@ def test_play_pause_and_speed(show):
 
 
 @IN_BROWSER
+def test_the_fragment_play_plays_from_the_first_step(show):
+    many = PageSample(["a"] * 2000, list(range(2000)), [-1.0] * 2000)
+    tab = show([many, MIXED], fragment="#play")
+    assert tab.locator("#play").inner_text() == "Pause"
+    wait_until(tab, "shown >= 2 && shown < 1000")
+    tab = show([MIXED], fragment="#play")
+    wait_until(tab, "shown === steps.length && playing === null")
+
+
+@IN_BROWSER
 def test_every_token_tells_its_probability(show):
     log_probs = [*MIXED.log_probs[:5], -math.inf, MIXED.log_probs[6]]
     tab = show([PageSample(MIXED.pieces, MIXED.step, log_probs)])

@@ -28,7 +28,7 @@ def render(samples: list[PageSample], settings: dict) -> str:
     """Return the whole HTML document; write it as UTF-8. settings: plain values by
     name, shown as they are. The URL fragment selects a state: `#sample=2&step=12` is
     the second sample after 12 of its steps that unmask something; without it all are
-    done."""
+    done. `#play` plays the first sample from its first step on."""
     data = to_json(
         {"samples": [asdict(sample) for sample in samples], "settings": settings}
     )
