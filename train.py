@@ -23,8 +23,12 @@ python -m studies.plot draws its curves."""
 import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 
 # isort: split
+import io
+import shutil
 import sys
-from contextlib import closing, nullcontext
+import time
+from contextlib import closing, nullcontext, redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -59,13 +63,15 @@ from aogpt.training.checkpoint import (
 )
 from aogpt.training.closing import closing_lines
 from aogpt.training.config import Config
-from aogpt.training.metrics import Log, in_units, notes_on_records, size_notes
+from aogpt.training.metrics import TIME, Log, in_units, notes_on_records, size_notes
 from aogpt.training.optimizers import MAX_GRAD_NORM, learning_rate
 from aogpt.training.parallel import compiled, exchange_gradients, replicate
-from aogpt.training.val_losses import best_by, evaluate
+from aogpt.training.val_losses import best_by, evaluate, read_metrics
 
 if TYPE_CHECKING:  # half a second to import, which --help and one process do not need
     from torch.distributed.tensor import DTensor
+
+PACE_STEPS = 12  # of a trial that measures the pace for train.minutes
 
 
 def main() -> int:
@@ -89,7 +95,8 @@ def train(config: Config, procs: Processes) -> int:
         max_tokens=config.data.max_tokens,
     )
     epochs = config.train.epochs
-    config = config.with_steps(data.num_blocks)
+    if epochs:
+        config = config.with_steps(config.steps_of_epochs(data.num_blocks))
     val_data = None
     files = data.files()
     if config.eval.interval > 0:
@@ -110,6 +117,17 @@ def train(config: Config, procs: Processes) -> int:
     stop = StopRequest(procs)
     folder = config.run_folder
     with locked_for_all(folder, procs):
+        if config.train.minutes:
+            config = config.with_steps(
+                steps_of_minutes(config, procs, data, val_data, stop)
+            )
+        if config.with_short_warmup() != config:
+            longer = config.optim.warmup_steps
+            config = config.with_short_warmup()
+            procs.print0(
+                f"warm-up of {config.optim.warmup_steps} steps, not {longer}: the run "
+                f"has {config.train.steps}"
+            )
         state = start(config, data.meta, procs)
         if data.end_given:
             state.model.exclude(data.meta["vocab_size"], data.meta["eot"])
@@ -126,6 +144,63 @@ def train(config: Config, procs: Processes) -> int:
     records_end = data.of_records and not data.end_given
     procs.print0(closing_lines(config, state.progress, first_step, records_end))
     return 0
+
+
+def steps_of_minutes(
+    config: Config,
+    procs: Processes,
+    data: TokenDataset,
+    val_data: TokenDataset | None,
+    stop: StopRequest,
+) -> int:
+    """Return how many steps, with their validations, fit into train.minutes from now
+    on. The first steps of the run are timed in a folder beside it, which is removed. A
+    run that has begun keeps the pace of its config.toml."""
+    start_time = time.perf_counter()
+    t = config.train
+    begun = config.run_folder / "config.toml"
+    if begun.is_file():
+        before = configuration.load_toml(begun).train
+        if before.minutes:
+            return max(1, round(before.steps * t.minutes / before.minutes))
+    trial = replace(
+        config,
+        name=f"{config.name}.pace",
+        train=replace(t, steps=PACE_STEPS, minutes=0.0, log_interval=PACE_STEPS),
+        eval=replace(config.eval, interval=0),
+        wandb=configuration.WandbConfig(),
+    )
+    if procs.main:
+        shutil.rmtree(trial.run_folder, ignore_errors=True)
+    procs.gather(None)  # the others wait for it
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        state = start(trial, data.meta, procs)
+        if data.end_given:
+            state.model.exclude(data.meta["vocab_size"], data.meta["eot"])
+        training_loop(trial, procs, state, data, val_data=None, stop=stop)
+    if stop.requested:
+        raise KeyboardInterrupt
+    first, last = read_metrics(trial.run_folder / "metrics.jsonl")
+    # Without the first step, which compiles.
+    tokens = last["tokens"] - first["tokens"]
+    seconds = tokens / last["tokens_per_second"] / (PACE_STEPS - 1)
+    validation = 0.0
+    if val_data is not None:
+        moment = time.perf_counter()
+        evaluate(state.model, state.average, val_data, config, procs)
+        validation = time.perf_counter() - moment
+    procs.gather(None)
+    if procs.main:
+        shutil.rmtree(trial.run_folder, ignore_errors=True)
+    left = 60 * t.minutes - validation - (time.perf_counter() - start_time)
+    pace = seconds + validation / max(1, config.eval.interval)
+    steps = procs.gather(max(1, int(left / pace)))[0]
+    procs.print0(
+        f"{counted(steps, 'steps')} in {t.minutes:g} minutes: a step takes "
+        f"{in_units(seconds, TIME, digits=2)}, a validation "
+        f"{in_units(validation, TIME, digits=2)}"
+    )
+    return steps
 
 
 def training_loop(

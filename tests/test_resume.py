@@ -75,7 +75,7 @@ KEYS = {
     **{f"optim.{key}": (0.5, FREE) for key in ("weight_decay", "muon_lr")},
     "optim.kind": ("muon", REFUSED),
     "train.steps": (80, FREE),
-    "train.epochs": (0.5, FREE),
+    **{f"train.{key}": (0.5, FREE) for key in ("epochs", "minutes")},
     "train.batch_size": (16, FREE),
     "train.micro_batch_size": (2, FREE),
     "train.dtype": ("bfloat16", FREE),

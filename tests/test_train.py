@@ -489,6 +489,34 @@ def test_a_signal_finishes_the_step_saves_exits_0_and_the_run_goes_on_exactly(
     assert metrics(resumed) == metrics(undisturbed)
 
 
+def test_a_run_of_minutes_keeps_its_steps_when_it_is_killed_and_when_they_double(
+    data, tmp_path, driver
+):
+    config = tiny_config(data, tmp_path, train__minutes=0.08)
+    path = write_config(config)
+    child = driver.start(path)
+    wait_for(lambda: has_reached(config, 4))
+    os.kill(child, signal.SIGKILL)
+    assert driver.status() == -signal.SIGKILL
+    begun = configuration.load_toml(config.run_folder / "config.toml").train
+    assert begun.minutes == 0.08
+    assert begun.steps > 4
+    assert driver.run(path) == 0
+    same = change(config, name="same", train__minutes=0.0, train__steps=begun.steps)
+    train.train(same, ALONE)
+    assert_same_run(config, same)
+    assert not list(tmp_path.glob("*.pace"))
+    train.train(change(config, train__minutes=0.16), ALONE)
+    assert newest(config)["step"] == 2 * begun.steps
+
+
+def test_a_warm_up_longer_than_the_run_is_a_tenth_of_it(data, tmp_path, capsys):
+    config = tiny_config(data, tmp_path, steps=20, optim__warmup_steps=21)
+    train.train(config, ALONE)
+    assert "warm-up of 2 steps, not 21: the run has 20\n" in capsys.readouterr().out
+    assert newest(config)["config"]["optim"]["warmup_steps"] == 2
+
+
 def spoil(monkeypatch, bad_steps, target):
     """Make the loss, or only its gradient, non-finite at some steps (of two
     micro-batches), as a bad batch would."""

@@ -95,6 +95,9 @@ class TrainConfig:
 
     steps: Count = 500_000  # optimizer steps of the whole run
     epochs: Amount = 0.0  # passes over the data, instead of steps
+    # instead of steps: those that this machine makes in this time, by the pace of some
+    # steps before the first one; a run that resumes keeps their number
+    minutes: Amount = 0.0
     batch_size: Count = 512  # sequences in one optimizer step, over all processes
     # sequences in one forward pass of one process; lowered to a divisor of its share of
     # the batch
@@ -207,15 +210,22 @@ class Config:
             size -= 1
         return size
 
-    def with_steps(self, num_blocks: int) -> "Config":
-        """Return the configuration with train.epochs, passes over `num_blocks` blocks,
-        as train.steps."""
-        t = self.train
-        if not t.epochs:
+    def with_steps(self, steps: int) -> "Config":
+        """Return the configuration of a run of this length."""
+        return replace(self, train=replace(self.train, steps=steps, epochs=0.0))
+
+    def steps_of_epochs(self, num_blocks: int) -> int:
+        """Return the steps of train.epochs, passes over `num_blocks` blocks."""
+        sequences = self.train.epochs * num_blocks
+        return max(1, math.ceil(sequences / self.train.batch_size))
+
+    def with_short_warmup(self) -> "Config":
+        """Return the configuration with a tenth of the steps as its warm-up, if that is
+        longer than the run."""
+        steps = self.train.steps
+        if self.optim.warmup_steps <= steps:
             return self
-        sequences = t.epochs * num_blocks
-        steps = max(1, math.ceil(sequences / t.batch_size))
-        return replace(self, train=replace(t, steps=steps, epochs=0.0))
+        return replace(self, optim=replace(self.optim, warmup_steps=steps // 10))
 
     def dtype_on(self, device: torch.device) -> torch.dtype:
         """Return the precision of matrix products on a device: train.dtype."""
@@ -251,18 +261,8 @@ class Config:
         is_path = self.name in ("", ".", "..") or Path(self.name).name != self.name
         if is_path:
             raise UserError(f"name is {self.name!r}; give a folder name without a path")
-        check_optimizers(self.optim, self.train)
         check_objective(self.objective, self.model)
         check_orders(self)
-
-
-def check_optimizers(o: OptimConfig, t: TrainConfig) -> None:
-    """Raise UserError for settings of the optimizers that do not go together."""
-    if o.warmup_steps > t.steps:
-        raise UserError(
-            f"optim.warmup_steps ({o.warmup_steps}) exceeds train.steps ({t.steps}); "
-            f"lower it: --optim.warmup-steps {t.steps // 10}"
-        )
 
 
 def check_objective(objective: ObjectiveConfig, m: ModelConfig) -> None:
@@ -383,10 +383,13 @@ def from_command_line(arguments: list[str], description: str) -> Config:
             "give a config file first, e.g. python train.py configs/quickstart.toml"
         )
     given = given_in(words)
-    if {"train.steps", "train.epochs"} <= given:
-        raise UserError("give one of --train.steps and --train.epochs, not both")
-    if "train.steps" in given:
-        words.append("--train.epochs=0")
+    lengths = [key for key in ("steps", "epochs", "minutes") if f"train.{key}" in given]
+    if len(lengths) > 1:
+        options = " and ".join(f"--train.{key}" for key in lengths)
+        raise UserError(f"give one of {options}, not both")
+    if lengths:
+        for key in {"epochs", "minutes"} - set(lengths):
+            words.append(f"--train.{key}=0")
     # A function with these defaults: tyro would show a mistake in a class in a box.
     configured = functools.partial(Config, **vars(default))
     config = tyro.cli(
