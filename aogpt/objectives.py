@@ -26,7 +26,7 @@ from .runtime.randomness import (
     to_uniform,
 )
 from .runtime.validation import Count, Probability, check_values
-from .scoring import group_starts, masked_log_probs, token_log_probs
+from .scoring import group_starts, known_from, masked_log_probs, token_log_probs
 from .systems import NOISE_EPS, log_linear_noise
 
 SMALLEST_RATE = 2.0**-53  # random numbers may be 0, and weights are 1 / rate
@@ -530,13 +530,14 @@ def token_nll(
             identity = torch.arange(length, device=device).expand_as(order)
             log_probs = token_log_probs(model, tokens.gather(1, order), identity)
         else:
+            starts = None
+            if group > 1 or model.config.is_encoder:
+                starts = group_starts(order, group, prompt_lengths)
+            if starts is not None and prompt_lengths is not None:
+                # An encoder would take a pass for each step of the prompt.
+                starts = known_from(prompt_lengths[:, None], starts)
             log_probs = token_log_probs(
-                model,
-                tokens,
-                order,
-                group=group,
-                prompt_lengths=prompt_lengths,
-                lengths=lengths,
+                model, tokens, order, known=starts, lengths=lengths
             )
         nll = -log_probs.double()
         # From prediction order to sequence order.

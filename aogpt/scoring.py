@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .model import (
     AOGPT,
+    HeadLoss,
     ModelConfig,
     Pass,
     Transformer,
@@ -25,82 +26,59 @@ def token_log_probs(
     model: Transformer,
     tokens: Tensor,
     order: Tensor,
-    group: int = 1,
-    prompt_lengths: Tensor | None = None,
+    known: Tensor | None = None,
     lengths: Tensor | None = None,
+    vocab_size: int | None = None,
 ) -> Tensor:
-    """Return log p(x[order[b, i]] | x[order[b, :i]]), (B, T) in prediction order, nats.
+    """Return log p(x[order[b, i]] | x[order[b, :known[b, i]]]), (B, T) in prediction
+    order, nats; 0 at steps that are not scored.
 
-    It takes one pass of a decoder, and one for each step of an encoder, which masks all
-    later steps.
+    A decoder takes one pass if each step follows all steps before it, or if its queries
+    are inputs of their own; else it takes a pass for each number of known tokens, as an
+    encoder always does.
 
     Args:
         tokens: LongTensor (B, T) in sequence order.
         order: LongTensor (B, T), rows are permutations of 0..T-1.
-        group: the steps of a group are predicted at once from the groups before it,
-            as in decoding in such groups. It takes a pass for each group; models whose
-            queries are inputs of their own need one for all.
-        prompt_lengths: LongTensor (B,), steps before the first group; in groups the
-            result means nothing there.
+        known: LongTensor (B, T), how many of the first tokens of the order each step is
+            predicted from; step i is not scored if they are more than i. By default
+            they are i. `group_starts` makes those of groups.
         lengths: LongTensor (B,), tokens of an encoder's rows that are shorter than T;
             their orders end with the positions that they do not have.
+        vocab_size: predict among the ids below this one alone.
 
     Raises UserError for tokens outside the vocabulary, other shapes, rows of `order`
     that are not permutations, and groups or other orders than from left to right of a
     plain GPT."""
     check_tokens(model, tokens, order)
     check_permutations(order)
+    steps = torch.arange(order.shape[1], device=order.device)
     if model.config.l2r_only:
-        l2r = torch.arange(order.shape[1], device=order.device)
-        if group > 1 or not torch.equal(order, l2r.expand_as(order)):
+        is_l2r = torch.equal(order, steps.expand_as(order))
+        in_groups = known is not None and bool((known < steps).any())
+        if in_groups or not is_l2r:
             raise UserError(
                 "this model is a plain GPT, which has no target positions: it predicts "
                 "one token after the other from left to right"
             )
-    if group == 1 and not model.config.is_encoder:
-        return -model(tokens, order)
-    if model.separate_queries:
-        starts = group_starts(order, group, prompt_lengths)
-        return -model(tokens, order, starts)
-    result = torch.zeros(
-        order.shape,
-        device=order.device,
-        dtype=model.wte.weight.dtype,
-    )
-    for known, steps in groups_of(order, group, prompt_lengths):
-        log_probs = parallel_log_probs(
-            model, tokens, order, known=known, steps=steps, lengths=lengths
-        )
-        result = log_probs.where(steps, result.to(log_probs.dtype))
+    # These two call the model itself, which train.py compiles or shards.
+    if vocab_size is None and not model.config.is_encoder:
+        if known is None:
+            return -model(tokens, order)
+        if model.separate_queries:
+            log_probs = -model(tokens, order, torch.minimum(known, steps))
+            return log_probs.where(known <= steps, 0.0)
+
+    def logits(x: Tensor) -> Tensor:
+        return at_least_float32(model.head_logits(x)[..., :vocab_size])
+
+    loss = HeadLoss(model.config)
+    targets = tokens.gather(1, order)
+    result = at_least_float32(torch.zeros_like(order, dtype=model.wte.weight.dtype))
+    for x, scored in passes(model, tokens, order, known, lengths):
+        nll = loss(logits, x[scored][None], targets[scored][None])
+        result[scored] = -nll[0]
     return result
-
-
-@torch.no_grad()
-def joint_log_probs(
-    model: Transformer, tokens: Tensor, order: Tensor, known: int, vocab_size: int
-) -> Tensor:
-    """Return log p(x[order[b, i]] | x[order[b, :i]]) of the steps from `known` on,
-    float64 (B, T - known), nats, among the first `vocab_size` ids alone: the sum of a
-    row is the exact log-probability of its last tokens given the first ones.
-
-    tokens, order: LongTensor (B, T), as of `token_log_probs`. It takes one pass of a
-    decoder, and one for each of these steps of an encoder."""
-    check_tokens(model, tokens, order)
-    check_permutations(order)
-    if model.config.is_encoder:
-        encoder: Any = model  # of systems/encoder.py
-        row = torch.arange(len(tokens), device=tokens.device)
-        states = []
-        for step in range(known, order.shape[1]):
-            masked = torch.zeros_like(tokens, dtype=torch.bool)
-            masked.scatter_(1, order[:, step:], True)
-            states.append(encoder.masked_hidden(tokens, masked)[row, order[:, step]])
-        logits = encoder.head_logits(torch.stack(states, dim=1))
-    else:
-        logits = model.head_logits(model.hidden(tokens, order)[:, known:])
-    log_probs = logits[..., :vocab_size].double().log_softmax(dim=-1)
-    targets = tokens.gather(1, order)[:, known:]
-    return log_probs.gather(2, targets[..., None]).squeeze(2)
 
 
 @torch.no_grad()
@@ -123,14 +101,9 @@ def masked_log_probs(
     if model.config.is_encoder:
         encoder: Any = model  # of systems/encoder.py
         return encoder.log_probs(tokens, masked, lengths)
-    # The context comes first.
-    order = unknown.to(torch.uint8).argsort(dim=1, stable=True)
-    log_probs = parallel_log_probs(
-        model,
-        tokens,
-        order,
-        known=(~unknown).sum(1),
-    )
+    order = unmasked_first(unknown)
+    known = (~unknown).sum(dim=1, keepdim=True)
+    log_probs = token_log_probs(model, tokens, order, known.expand_as(order))
     return torch.zeros_like(log_probs).scatter_(1, order, log_probs) * masked
 
 
@@ -145,90 +118,83 @@ def masked_logits(
     order in which a decoder reads the unmasked tokens, the masked ones last; by default
     from left to right."""
     check_mask(model, tokens, masked)
-    if model.config.is_encoder:
-        encoder: Any = model  # of systems/encoder.py
-        return encoder.head_logits(encoder.masked_hidden(tokens, masked)[masked])
     if order is None:
-        order = masked.to(torch.uint8).argsort(dim=1, stable=True)
+        order = unmasked_first(masked)
     check_permutations(order)
     is_masked = masked.gather(1, order)
     if (is_masked[:, :-1] & ~is_masked[:, 1:]).any():
         raise UserError("an order must have the masked positions after the others")
-    x = parallel_hidden(
-        model,
-        tokens,
-        order,
-        known=(~masked).sum(1),
-    )
+    x = parallel_hidden(model, tokens, order, known=(~masked).sum(dim=1))
     row, position = masked.nonzero(as_tuple=True)
     step = inverse_permutation(order)[row, position]
     return model.head_logits(x[row, step])
 
 
-@torch.no_grad()
-def parallel_log_probs(
+def unmasked_first(masked: Tensor) -> Tensor:
+    """Return the order (B, T) of the unmasked positions, then the masked ones, both
+    from left to right."""
+    return masked.to(torch.uint8).argsort(dim=1, stable=True)
+
+
+def passes(
+    model: Transformer,
+    tokens: Tensor,
+    order: Tensor,
+    known: Tensor | None,
+    lengths: Tensor | None,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the final hidden states of each pass that `token_log_probs` takes, (B, T,
+    D) by step, and the steps that it predicts, BoolTensor (B, T)."""
+    T = order.shape[1]
+    steps = torch.arange(T, device=order.device)
+    if known is None:
+        known = steps.expand_as(order)
+    scored = known <= steps
+    if lengths is not None:
+        scored &= steps < lengths[:, None]
+    follows = known == steps  # all steps before it
+    if not model.config.is_encoder and not (scored & ~follows).any():
+        yield model.hidden(tokens, order), scored
+        return
+    left = known.where(scored, T)
+    while (left < T).any():
+        first = left.amin(dim=1)  # (B,), T in a row that is done
+        now = (left < T) & (left == first[:, None])
+        yield parallel_hidden(model, tokens, order, first, lengths), now
+        left = left.masked_fill(now, T)
+
+
+def parallel_hidden(
     model: Transformer,
     tokens: Tensor,
     order: Tensor,
     known: Tensor,
-    steps: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """Return log p(x[order[b, r]] | x[order[b, :known[b]]]) of every step r >=
-    known[b], in one pass.
+    """Return the final hidden states (B, T, D) of all steps, of which those from
+    `known` (B,) on are predicted from the first `known` tokens of the order. lengths:
+    as of `token_log_probs`.
 
-    Args:
-        known: LongTensor (B,), how many positions of the order are the context.
-        steps: BoolTensor (B, T), the steps to score; by default all from `known` on.
-        lengths: LongTensor (B,) of an encoder's rows that are shorter than T.
-
-    Returns (B, T) in prediction order, nats; 0 at all other steps."""
-    if steps is None:
-        steps = torch.arange(order.shape[1], device=order.device) >= known[:, None]
-    else:
-        check_boolean(steps, "steps")
-    if not model.config.is_encoder:
-        x = parallel_hidden(model, tokens, order, known)
-        log_probs = -model.loss(model.head_logits, x, tokens.gather(1, order))
-        return log_probs.where(steps, torch.zeros_like(log_probs))
-    encoder: Any = model  # of systems/encoder.py
-    step_of = inverse_permutation(order)
-    masked = step_of >= known[:, None]
-    if lengths is not None:
-        masked &= step_of < lengths[:, None]
-    row, step = steps.nonzero(as_tuple=True)
-    position = order[row, step]
-    x = encoder.masked_hidden(tokens, masked, lengths)[row, position]
-    logits = at_least_float32(model.head_logits(x))
-    scored = logits.log_softmax(dim=-1).gather(1, tokens[row, position, None])
-    log_probs = torch.zeros(
-        order.shape,
-        device=order.device,
-        dtype=scored.dtype,
-    )
-    log_probs[row, step] = scored.squeeze(1)
-    return log_probs
-
-
-def parallel_hidden(
-    model: Transformer, tokens: Tensor, order: Tensor, known: Tensor
-) -> Tensor:
-    """Return final hidden states (B, T, D) of a decoder. Steps up to `known` (B,) are
-    those of training; all later ones are predicted from the first `known` tokens.
-
-    Each later step is a copy of input `known`, the last known token, with its own
-    target; it sees the inputs before that one and itself, never another copy. Models
-    whose queries are inputs of their own have a method `parallel_hidden` instead."""
-    if model.separate_queries:
-        queries: Any = model  # of systems/two_stream.py or mask_query.py
-        return queries.parallel_hidden(tokens, order, known)
-    decoder = cast(AOGPT, model)
+    In a decoder each of these is a copy of input `known`, the last known token, with
+    its own target. It sees the inputs before that one and itself, never another
+    copy."""
     steps = torch.arange(order.shape[1], device=order.device)
+    if model.config.is_encoder:
+        encoder: Any = model  # of systems/encoder.py
+        step_of = inverse_permutation(order)
+        masked = step_of >= known[:, None]
+        if lengths is not None:
+            masked &= step_of < lengths[:, None]
+        x = encoder.masked_hidden(tokens, masked, lengths)
+        return x.gather(1, order[..., None].expand_as(x))
     source = torch.minimum(steps, known[:, None])  # (B, T) the input of each step
+    if model.separate_queries:
+        return model.hidden(tokens, order, source)
+    decoder = cast(AOGPT, model)
     in_tokens, in_positions = shifted_inputs(tokens, order)
     in_tokens = in_tokens.gather(1, source)
     in_positions = in_positions.gather(1, source)
-    allowed = (steps < source.unsqueeze(2)) | (steps == steps[:, None])  # (B, T, T)
+    allowed = seen_by_copies(steps, steps[:, None], source.unsqueeze(2))  # (B, T, T)
     allowed = without_start(allowed, steps[:, None], model.config)
     adaln_input = None
     if decoder.adaln_f is not None:
@@ -242,6 +208,12 @@ def parallel_hidden(
         allowed=allowed.unsqueeze(1),
     )
     return decoder.trunk(decoder.embed(in_tokens, in_positions), p)
+
+
+def seen_by_copies(keys: Tensor, place: Tensor, source: Tensor) -> Tensor:
+    """Return which inputs a copy of input `source` sees from its own place: those
+    before the source, and itself. Of a source in its own place: all up to itself."""
+    return (keys < source) | (keys == place)
 
 
 def without_start(
@@ -269,24 +241,12 @@ def group_starts(
     return torch.where(past < 0, steps, steps - past % group)
 
 
-def groups_of(
-    order: Tensor, group: int, prompt_lengths: Tensor | None = None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield, for each group, the step where it begins in each row (B,) and its steps,
-    BoolTensor (B, T)."""
-    if group < 1:
-        raise UserError(f"the group is {group}; give a number of at least 1")
-    B, T = order.shape
-    if prompt_lengths is None:
-        prompt_lengths = torch.zeros(
-            B,
-            dtype=torch.long,
-            device=order.device,
-        )
-    steps = torch.arange(T, device=order.device)
-    for start in range(0, T - int(prompt_lengths.min()), group):
-        known = (prompt_lengths + start).clamp(max=T)
-        yield known, (steps >= known[:, None]) & (steps < known[:, None] + group)
+def known_from(first: Tensor | int, known: Tensor) -> Tensor:
+    """Return numbers of known tokens (B, T) for `token_log_probs`, such that the steps
+    before `first`, (B, 1) or a number, are not scored."""
+    T = known.shape[1]
+    steps = torch.arange(T, device=known.device)
+    return known.masked_fill(steps < first, T)
 
 
 def at_least_float32(x: Tensor) -> Tensor:

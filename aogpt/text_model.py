@@ -45,7 +45,7 @@ from .runtime.validation import Count, Seed, check_value
 from .sampling import gaps, modes
 from .sampling.modes import Context, DecodingOptions
 from .sampling.records import contexts_with_end, end_first, without_end
-from .scoring import joint_log_probs, masked_logits, token_log_probs
+from .scoring import known_from, masked_logits, token_log_probs
 
 TEMPERATURE = 0.7  # of generated text
 BATCH_TOKENS = 4096  # of texts that are scored in one pass
@@ -395,14 +395,18 @@ class TextModel:
                 order = [*given, *(positions[place] for place in permutation)]
                 orders.append(self._with_end_first(order))
         tokens = [self._with_end(row) for row in rows]
-        log_probs = joint_log_probs(
+        order = torch.tensor(orders, device=self.device)
+        T = order.shape[1]
+        steps = torch.arange(T, device=self.device).expand_as(order)
+        log_probs = token_log_probs(
             self.model,
             torch.tensor(tokens, device=self.device).repeat_interleave(count, dim=0),
-            torch.tensor(orders, device=self.device),
-            known=len(orders[0]) - size,
+            order,
+            known=known_from(T - size, steps),
             vocab_size=self.loaded.vocab_size,
         )
-        return log_probs.cpu().unflatten(0, (len(rows), count))
+        log_probs = log_probs[:, T - size :].cpu().double()
+        return log_probs.unflatten(0, (len(rows), count))
 
     def _positions_of(
         self, text: str, ids: list[int], spans: Sequence[Span]

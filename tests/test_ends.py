@@ -12,7 +12,7 @@ from reference import ENCODERS, make_system
 import sample
 from aogpt.checkpoints.load import Loaded
 from aogpt.data.tokenizers import AlphabetTokenizer
-from aogpt.scoring import parallel_log_probs, token_log_probs
+from aogpt.scoring import token_log_probs
 
 TOKENIZER = AlphabetTokenizer("abcd")
 END = TOKENIZER.eot
@@ -77,16 +77,9 @@ def log_probs_as_written(model, line, mode):
         with torch.no_grad():
             log_probs = -model(tokens, order, starts)
     else:
-        log_probs = torch.zeros(order.shape)
-        for step in steps[is_generated].unique():
-            of_step = parallel_log_probs(
-                model,
-                tokens,
-                order,
-                known=(steps < step).sum(dim=1),
-                steps=steps == step,
-            )
-            log_probs = log_probs + of_step
+        starts = torch.searchsorted(steps, steps)
+        starts = starts.where(is_generated, order.shape[1])
+        log_probs = token_log_probs(model, tokens, order, known=starts)
     return log_probs.where(is_generated, 0).sum().item()
 
 

@@ -15,7 +15,7 @@ from aogpt.checkpoints import Loaded
 from aogpt.data.tokenizers import get_tokenizer
 from aogpt.runtime.errors import UserError
 from aogpt.sampling import gaps
-from aogpt.scoring import joint_log_probs, masked_logits, token_log_probs
+from aogpt.scoring import known_from, masked_logits, token_log_probs
 
 BOOKS = "results/books_model"
 SYSTEMS_OF_ANY_ORDER = [
@@ -89,12 +89,14 @@ def test_joints_of_any_tokens_given_the_rest_sum_to_one(system):
         x = torch.full((16, 4), 2)
         x[:, list(positions)] = tokens
         order = torch.tensor([*given, *positions]).repeat(16, 1)
-        log_probs = joint_log_probs(model, x, order, known=2, vocab_size=4)
+        starts = known_from(2, torch.arange(4).expand(16, 4))
+        log_probs = token_log_probs(model, x, order, starts, vocab_size=4)
+        assert not log_probs[:, :2].any()
         total = log_probs.sum(dim=1).exp().sum()
         assert math.isclose(float(total), 1, rel_tol=1e-9)
-        whole = joint_log_probs(model, x, order, known=2, vocab_size=6)
-        expected = token_log_probs(model, x, order, prompt_lengths=torch.full((16,), 2))
-        assert torch.allclose(whole, expected[:, 2:])
+        whole = token_log_probs(model, x, order, starts, vocab_size=6)
+        expected = token_log_probs(model, x, order)
+        assert torch.allclose(whole[:, 2:], expected[:, 2:])
 
 
 @pytest.mark.parametrize("system", ["AO-GPT", "RADD"])

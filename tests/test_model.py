@@ -30,7 +30,7 @@ from aogpt import sampling
 from aogpt.model import ModelConfig, PermutationGather, Target
 from aogpt.runtime.errors import UserError
 from aogpt.sampling.modes import contexts_of
-from aogpt.scoring import masked_log_probs, parallel_log_probs, token_log_probs
+from aogpt.scoring import masked_log_probs, token_log_probs
 from aogpt.systems import (
     build_model,
     check_config,
@@ -415,7 +415,6 @@ def test_a_step_depends_on_its_target_whatever_the_way(target):
 def test_a_mask_of_another_type_is_refused_wherever_one_is_taken(dtype):
     tokens = random_tokens(vocab_size=11, batch_size=2, length=4, seed=0)
     mask = torch.tensor([[0, 1, 0, 1], [1, 1, 0, 0]]).to(dtype)
-    order = torch.arange(4).expand(2, 4)
     decoder, two_stream, encoder = map(make_system, ("AO-GPT", "two_stream", "RADD"))
     for take in (
         *(
@@ -424,7 +423,6 @@ def test_a_mask_of_another_type_is_refused_wherever_one_is_taken(dtype):
         ),
         lambda m: encoder(tokens, m),
         lambda m: encoder.masked_hidden(tokens, m),
-        lambda m: parallel_log_probs(encoder, tokens, order, torch.ones(2), steps=m),
         lambda m: sampling.l2r_plan(2, 4, m),
         lambda m: sampling.random_plan(2, 4, torch.Generator(), m),
         lambda m: contexts_of(tokens, m, torch.tensor([4, 4])),

@@ -51,7 +51,6 @@ from aogpt.runtime.randomness import ORDERS, SCORED_ORDERS
 from aogpt.scoring import (
     group_starts,
     masked_log_probs,
-    parallel_log_probs,
     token_log_probs,
 )
 from aogpt.systems import build_model
@@ -339,10 +338,8 @@ def test_groups_begin_after_what_is_given(system, group):
                 starts = group_starts(its_order, group, torch.tensor([first]))
                 expected = model(own, its_order, starts)[0, step]
             else:
-                prompt_length = torch.tensor([start])
-                expected = -parallel_log_probs(model, own, its_order, prompt_length)[
-                    0, step
-                ]
+                starts = torch.full_like(its_order, start)
+                expected = -token_log_probs(model, own, its_order, starts)[0, step]
             got = nll.values[row, its_order[0, step]].item()
             assert got == pytest.approx(expected.item(), abs=1e-12)
     starts = group_starts(torch.arange(6).expand(2, 6), 2, torch.tensor([3, 0]))

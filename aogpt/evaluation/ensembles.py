@@ -31,7 +31,7 @@ from torch import Tensor
 from ..model import Transformer
 from ..orders import OrderConfig, Roles, orders_at
 from ..runtime.randomness import ENSEMBLES, philox_bits, to_uniform
-from ..scoring import parallel_log_probs
+from ..scoring import token_log_probs
 
 # What the fields of a RandomStream hold.
 MAX_DRAWS = 2**24
@@ -153,13 +153,13 @@ def cheap_gains(
 
     # All members of all sequences are M B independent contexts.
     contexts = torch.cat(orders)
-    lengths = known[:, 0].repeat(M)
+    lengths = known.expand(B, T).repeat(M, 1)
     sequences = torch.arange(B).repeat(M)
     log_probs = []
     for start in range(0, M * B, batch_size):
         batch = slice(start, start + batch_size)
         sequence = sequences[batch].to(tokens.device)
-        log_prob = parallel_log_probs(
+        log_prob = token_log_probs(
             model,
             tokens[sequence],
             contexts[batch].to(tokens.device),

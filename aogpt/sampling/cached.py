@@ -52,7 +52,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..model import AOGPT, MLP, ModelConfig, Pass, attention
-from ..scoring import without_start
+from ..scoring import seen_by_copies, without_start
 
 
 @dataclass
@@ -273,7 +273,7 @@ class CachedPass(Pass):
             place = places(step, slots, rows)
         source = torch.minimum(place, known)
         keys = torch.arange(step.end, device=device)
-        visible = (keys < source) | (keys == slots)
+        visible = seen_by_copies(keys, slots, source)
         if model.query_stream:
             if step.grouped and config.group_attention:
                 # Inputs of a group see all of it.

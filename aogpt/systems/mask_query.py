@@ -268,18 +268,6 @@ class MaskQuery(QueryDecoder):
         p = MaskQueryPass(self, positions, group_start)
         return self.run_blocks(self.with_positions(x, positions), p)
 
-    def parallel_hidden(
-        self,
-        tokens: Tensor,
-        order: Tensor,
-        known: Tensor,
-    ) -> Tensor:
-        """Return the final hidden states of the queries, (B, T, D); those from `known`
-        (B,) on see the contents before `known`."""
-        steps = torch.arange(order.shape[1], device=order.device)
-        context = torch.minimum(steps, known[:, None])  # (B, T)
-        return self.hidden(tokens, order, context)
-
     def with_positions(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return inputs (..., D) plus their rows of the table of positions, if the
         model has one."""

@@ -56,8 +56,3 @@ class QueryDecoder(Transformer, abc.ABC):
 
         group_start (B, T): step i is predicted from the tokens of steps <
         group_start[:, i], which is at most i; None: from all steps before it."""
-
-    @abc.abstractmethod
-    def parallel_hidden(self, tokens: Tensor, order: Tensor, known: Tensor) -> Tensor:
-        """Return the final hidden states of the queries, (B, T, D), of which all from
-        step `known` (B,) on are predicted from the first `known` tokens."""

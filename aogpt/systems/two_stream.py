@@ -138,23 +138,6 @@ class TwoStream(QueryDecoder):
         p = TwoStreamPass(self, in_positions, order, allowed, query_allowed)
         return self.trunk(x, p)
 
-    def parallel_hidden(
-        self,
-        tokens: Tensor,
-        order: Tensor,
-        known: Tensor,
-    ) -> Tensor:
-        """Return the final hidden states of the queries, (B, T, D); those of steps from
-        `known` (B,) on read inputs 0..known."""
-        in_tokens, in_positions = shifted_inputs(tokens, order)
-        x = self.embed(in_tokens, in_positions)
-        steps = torch.arange(order.shape[1], device=order.device)
-        source = torch.minimum(steps, known[:, None])  # (B, T)
-        source = source.unsqueeze(2)  # (B, T, 1)
-        visible = without_start(steps <= source, source, self.config)  # (B, T, T)
-        p = TwoStreamPass(self, in_positions, order, query_allowed=visible.unsqueeze(1))
-        return self.trunk(x, p)
-
     def group_masks(self, group_start: Tensor) -> tuple[Tensor, Tensor]:
         """Return the masks of inputs and of queries in groups (A3), (B, 1, T, T) each.
 

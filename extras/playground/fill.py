@@ -16,7 +16,7 @@ from aogpt.runtime.randomness import PLANS, TOKENS, philox_bits, to_uniform
 from aogpt.sampling.modes import Context
 from aogpt.sampling.scores import scores_of
 from aogpt.sampling.token_choice import TokenChoice, choose_tokens
-from aogpt.scoring import masked_logits, token_log_probs
+from aogpt.scoring import known_from, masked_logits, token_log_probs
 
 IMPOSSIBLE = -1e4  # nats
 CHOICES = 8  # tokens that are listed for a blank
@@ -177,12 +177,11 @@ class Fill:
         blanks = [i for i, token in enumerate(self.context) if token is None]
         tokens = torch.tensor([self.tokens], device=self.text.device)
         order = torch.tensor([given + blanks], device=self.text.device)
-        start = torch.tensor([len(given)], device=self.text.device)
-        log_probs = token_log_probs(
-            self.text.model, tokens, order, prompt_lengths=start
-        )
-        filling = float(log_probs[0, len(given) :].double().sum())
         left_to_right = torch.arange(tokens.shape[1], device=self.text.device)[None]
+        log_probs = token_log_probs(
+            self.text.model, tokens, order, known=known_from(len(given), left_to_right)
+        )
+        filling = float(log_probs.double().sum())
         whole = token_log_probs(self.text.model, tokens, left_to_right)
         first = self.text.loaded.scored_from
         return filling, float(whole[0, first:].double().sum())
