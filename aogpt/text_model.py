@@ -312,8 +312,9 @@ class TextModel:
             for number, start in enumerate(range(0, len(ids), self.block_size)):
                 block = ids[start : start + self.block_size]
                 blocks.append(block)
-                orders.append(self._order(order, len(block), seed, number))
-        log_probs_of_blocks = iter(self._log_probs(blocks, orders))
+                orders.append(self._order(order, len(block), seed, number).tolist())
+        firsts = [self.scored_from] * len(blocks)
+        log_probs_of_blocks = iter(self._log_probs(blocks, orders, firsts))
         results = []
         for text, ids in zip(texts, ids_of_texts, strict=True):
             log_probs: list[float | None] = []
@@ -332,8 +333,11 @@ class TextModel:
     ) -> list[Joint]:
         """Return p(tokens of the spans | all others) of each text."""
         self._check_any_order()
+        ids_of_texts = []
+        counts = []  # orders of each text, and whether they are all
         rows = []
-        predicted = []
+        orders = []
+        firsts = []
         for place, text in enumerate(texts, 1):
             with in_list(place, len(texts)):
                 ids = self._ids_to_score(text, end=False)
@@ -342,71 +346,31 @@ class TextModel:
                         f"the text has {len(ids)} tokens, more than a block, "
                         f"{self.block_size}: give the part that matters"
                     )
-                positions = self._positions_of(text, ids, spans)
-                if len(ids) - len(positions) < self.scored_from:
-                    raise UserError(
-                        "this model has no start token, so it cannot score the first "
-                        "token: leave one out of predict"
-                    )
-                rows.append(ids)
-                predicted.append(positions)
-        batches: dict[tuple[int, int], list[int]] = {}
-        for number, (ids, positions) in enumerate(zip(rows, predicted, strict=True)):
-            batches.setdefault((len(ids), len(positions)), []).append(number)
-        joints: dict[int, Joint] = {}
-        for (length, size), numbers in batches.items():
-            permutations, is_whole = orders_of(size, count, seed)
-            at_once = max(1, BATCH_TOKENS // (length * len(permutations)))
-            for start in range(0, len(numbers), at_once):
-                batch = numbers[start : start + at_once]
-                scores = self._joint_scores(
-                    [rows[number] for number in batch],
-                    [predicted[number] for number in batch],
-                    permutations,
+                predicted = self._positions_of(text, ids, spans)
+            given = sorted(set(range(len(ids))) - set(predicted))
+            if len(given) < self.scored_from:
+                raise UserError(
+                    "this model has no start token, so it cannot score the first "
+                    "token: leave one out of predict"
                 )
-                for number, log_probs in zip(batch, scores, strict=True):
-                    by_position: list[float | None] = [None] * length
-                    first = permutations[0].tolist()
-                    for place, log_prob in zip(first, log_probs[0], strict=True):
-                        by_position[predicted[number][place]] = float(log_prob)
-                    joints[number] = joint_of(
-                        self._scored(
-                            texts[number], rows[number], by_position, end=False
-                        ),
-                        log_probs.sum(dim=1),
-                        is_whole,
-                    )
-        return [joints[number] for number in range(len(texts))]
-
-    def _joint_scores(
-        self,
-        rows: list[list[int]],
-        predicted: list[list[int]],
-        permutations: Tensor,
-    ) -> Tensor:
-        """Return log p of the predicted tokens of each row in the K orders (K, S) of
-        them, (rows, K, S); all rows have one length."""
-        length = len(rows[0])
-        count, size = permutations.shape
-        orders = []
-        for positions in predicted:
-            given = sorted(set(range(length)) - set(positions))
+            permutations, is_whole = orders_of(len(predicted), count, seed)
             for permutation in permutations.tolist():
-                order = [*given, *(positions[place] for place in permutation)]
-                orders.append(self._with_end_first(order))
-        tokens = [self._with_end(row) for row in rows]
-        order = torch.tensor(orders, device=self.device)
-        T = order.shape[1]
-        steps = torch.arange(T, device=self.device).expand_as(order)
-        log_probs = token_log_probs(
-            self.model,
-            torch.tensor(tokens, device=self.device).repeat_interleave(count, dim=0),
-            order,
-            known=known_from(T - size, steps),
-            vocab_size=self.loaded.vocab_size,
-        )
-        log_probs = log_probs[:, T - size :].cpu().double()
-        return log_probs.unflatten(0, (len(rows), count))
+                rows.append(ids)
+                orders.append(given + [predicted[place] for place in permutation])
+                firsts.append(len(given))
+            ids_of_texts.append(ids)
+            counts.append((len(permutations), is_whole))
+        vocab_size = self.loaded.vocab_size
+        log_probs_of_orders = iter(self._log_probs(rows, orders, firsts, vocab_size))
+        joints = []
+        for text, ids, (size, is_whole) in zip(
+            texts, ids_of_texts, counts, strict=True
+        ):
+            log_probs = list(itertools.islice(log_probs_of_orders, size))
+            scored = self._scored(text, ids, log_probs[0], end=False)
+            totals = torch.tensor(list(map(_total, log_probs)), dtype=torch.float64)
+            joints.append(joint_of(scored, totals, is_whole))
+        return joints
 
     def _positions_of(
         self, text: str, ids: list[int], spans: Sequence[Span]
@@ -538,10 +502,15 @@ class TextModel:
             )
 
     def _log_probs(
-        self, rows: list[list[int]], orders: list[Tensor]
+        self,
+        rows: list[list[int]],
+        orders: list[list[int]],
+        firsts: list[int],
+        vocab_size: int | None = None,
     ) -> list[list[float | None]]:
         """Return log p of each token of rows along their orders, by position; None
-        where none is scored. Rows of similar length share a pass."""
+        where none is scored, at the first `firsts` steps of a row. Rows of similar
+        length share a pass. vocab_size: as of `token_log_probs`."""
         log_probs: list[list[float | None]] = [[] for _ in rows]
         by_length = sorted(range(len(rows)), key=lambda number: len(rows[number]))
         with progress_of(len(rows), "block") as bar:
@@ -550,48 +519,49 @@ class TextModel:
                 size = max(1, BATCH_TOKENS // longest)
                 batch = by_length[-size:]
                 del by_length[-size:]
-                log_probs_of_batch = self._log_probs_of_batch(
+                by_position = self._log_probs_of_batch(
                     [rows[number] for number in batch],
                     [orders[number] for number in batch],
-                )
-                for number, log_probs_of_row in zip(
-                    batch, log_probs_of_batch, strict=True
-                ):
-                    first = orders[number][: self.scored_from]
-                    for position in first.tolist():
-                        log_probs_of_row[position] = None
-                    log_probs[number] = log_probs_of_row
+                    [firsts[number] for number in batch],
+                    vocab_size,
+                ).tolist()
+                for number, padded in zip(batch, by_position, strict=True):
+                    row = padded[: len(rows[number])]
+                    for position in orders[number][: firsts[number]]:
+                        row[position] = None
+                    log_probs[number] = row
                 bar.update(len(batch))
         return log_probs
 
     def _log_probs_of_batch(
-        self, rows: list[list[int]], orders: list[Tensor]
-    ) -> list[list[float | None]]:
-        """Return log p of each token of rows along their orders, by position, in one
-        pass."""
+        self,
+        rows: list[list[int]],
+        orders: list[list[int]],
+        firsts: list[int],
+        vocab_size: int | None,
+    ) -> Tensor:
+        """Return `_log_probs` of rows that share a pass, float64 (N, T), 0 where none
+        is scored."""
         texts = [torch.tensor(self._with_end(row)) for row in rows]
         x = pad_sequence(texts, batch_first=True)
         N, T = x.shape
-        order = torch.arange(T).repeat(N, 1)
-        for number, row_order in enumerate(orders):
-            known_first = self._with_end_first(row_order.tolist())
-            order[number, : len(known_first)] = torch.tensor(known_first)
-        lengths = torch.tensor([len(text) for text in texts])
-        ends = torch.full((N,), int(self.end is not None))
+        steps = torch.arange(T).repeat(N, 1)
+        order = steps.clone()
+        for number, places in enumerate(orders):
+            places = self._with_end_first(places)
+            order[number, : len(places)] = torch.tensor(places)
+        first = torch.tensor(firsts)[:, None] + int(self.end is not None)
         along = token_log_probs(
             self.model,
             x.to(self.device),
             order.to(self.device),
-            prompt_lengths=ends.to(self.device),
-            lengths=lengths.to(self.device),
+            known=known_from(first, steps).to(self.device),
+            lengths=torch.tensor([len(text) for text in texts], device=self.device),
+            vocab_size=vocab_size,
         )
         check_finite(along)
         along = along.cpu().double()
-        by_position = torch.zeros_like(along).scatter_(1, order, along)
-        log_probs = []
-        for row, padded in zip(rows, by_position.tolist(), strict=True):
-            log_probs.append(padded[: len(row)])
-        return log_probs
+        return torch.zeros_like(along).scatter_(1, order, along)
 
     # ---- generation ------------------------------------------------------------------
 
