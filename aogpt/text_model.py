@@ -801,7 +801,6 @@ class TextModel:
             table = values[known][:, None] * chosen
             tables.append(table.T if known else table)
         table = torch.stack(tables).mean(dim=0)
-        check_finite(table)
         return Pairs(
             first=self._likely(candidates[0], values[0]),
             second=self._likely(candidates[1], values[1]),
@@ -829,6 +828,7 @@ class TextModel:
             logits = logits[:, : self.loaded.vocab_size]
             parts.append(logits.double().softmax(dim=-1))
         distributions = torch.cat(parts)
+        check_finite(distributions)
         if unknown == 2 and last[0] > last[1]:  # they come by position
             distributions = distributions.flip(0)
         return distributions

@@ -382,11 +382,10 @@ def test_a_prompt_is_read_as_utf_8_in_any_locale(run, tmp_path, variables):
     assert row["text"].startswith("\u00e9\u65e5")
 
 
-@pytest.mark.parametrize("option", ["--prompt", "--infill"])
-def test_a_text_that_is_not_utf_8_is_refused(run, option, script):
-    status, _, err = script(sample, run, option, os.fsdecode(b"a\xff"))
-    assert status == 2
-    assert "not UTF-8" in err
+@pytest.mark.parametrize("option", ["--prompt", "--infill", "--jsonl", "--prompts"])
+def test_a_text_or_name_that_is_not_utf_8_is_refused(mistake, run, option):
+    message = mistake(sample, run, option, os.fsdecode(b"a\xff"))
+    assert message == r"error: 'a\udcff': give a name or text in UTF-8"
 
 
 SCRIPTS = [

@@ -56,12 +56,8 @@ class ModelOptions:
 
 
 def _read_as_utf8(words: list[str]) -> str:
-    """Return a text of the command line, whose bytes are UTF-8 whatever the locale.
-    Raises ValueError for other bytes, which would silently become U+FFFD."""
-    try:
-        return os.fsencode(words[0]).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the text is not UTF-8: {error.reason}") from None
+    """Return a text of the command line, whose bytes are UTF-8 whatever the locale."""
+    return os.fsencode(words[0]).decode("utf-8")
 
 
 # An option that is a text as it stands, also "None", which tyro would read as none.
@@ -136,6 +132,16 @@ def show(*values: Any, sep: str = " ", **options: Any) -> None:
     print(visible(sep.join(map(str, values))), **options)  # noqa: T201
 
 
+def check_utf8(words: list[str]) -> None:
+    """Raise UserError for a word of a command line that is not UTF-8. A text would
+    become U+FFFD in silence, and safetensors opens no file of such a name."""
+    for word in words:
+        try:
+            os.fsencode(word).decode("utf-8")
+        except UnicodeDecodeError:
+            raise UserError(f"{word!a}: give a name or text in UTF-8") from None
+
+
 def check_repeated(words: list[str]) -> None:
     """Raise UserError for an option that the words of a command line have twice, of
     which the last one alone would count."""
@@ -157,9 +163,9 @@ def interrupt(*_: object) -> None:
 
 
 def run_script(main: Callable[[], int | None]) -> None:
-    """Run a script's main and exit, unless an option is given twice. UserError, OSError
-    and a lack of memory or processes print one line and exit with status 2
-    (AOGPT_TRACEBACK=1 adds the traceback), Ctrl-C with status 130."""
+    """Run a script's main and exit, unless an option is given twice or is not UTF-8.
+    UserError, OSError and a lack of memory or processes print one line and exit with
+    status 2 (AOGPT_TRACEBACK=1 adds the traceback), Ctrl-C with status 130."""
     if not gc.isenabled():  # see environment.py
         gc.freeze()
         gc.enable()
@@ -168,6 +174,7 @@ def run_script(main: Callable[[], int | None]) -> None:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
+        check_utf8(sys.argv[1:])
         check_repeated(sys.argv[1:])
         with _paths_with_home():
             status = main() or 0
