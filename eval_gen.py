@@ -1,8 +1,8 @@
 """Quality of generated text: its perplexity under a judge, a second language model,
 beside its entropy, as repetitive text has a low perplexity.
 
-    python eval_gen.py out/aogpt out/encoder --steps 64 256 --temperature 0.9
-    python eval_gen.py out/quickstart --judge out/other --mode l2r --group-size 1 4
+    python eval_gen.py out/aogpt out/encoder --mode mdm:steps=64 mdm:steps=256
+    python eval_gen.py out/quickstart --judge out/other --mode l2r l2r:group=4
     python eval_gen.py --samples samples.jsonl --judge gpt2-large"""
 
 import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
@@ -12,7 +12,7 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -42,12 +42,9 @@ from aogpt.runtime.outputs import (
 from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.validation import LARGEST, Count, check_values
 from aogpt.sampling import modes
-from aogpt.sampling.modes import BATCH_SIZE, DecodingOptions, sample_records
+from aogpt.sampling.modes import MODE_HELP, DecodingOptions, sample_records
 
 SCORED = ("text", "tokens", "step", "nfe")  # of a record, what the measures read
-# A sampler is named by its mode and those of these that it has.
-SIZES = ("steps", "group_size", "draft")  # tokens or steps; a sweep varies them
-LIMITS = ("threshold", "entropy_bound")
 JUDGED = {
     "ids": "",
     "retokenised": "; they reached the judge, which has another tokenizer, as text",
@@ -57,25 +54,19 @@ JUDGED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep(DecodingOptions):
-    """A row of the table for each value of --steps, --group-size or --draft."""
+    """Decoding in several modes, a row of the table each."""
 
-    steps: tuple[Count, ...] | None = None
-    """Steps of mdm and even; by default one per token."""
-    group_size: tuple[Count, ...] | None = None
-    """Tokens per step of l2r, random, order and adaptive; by default 1."""
-    draft: tuple[Annotated[int, Interval(ge=2, le=LARGEST)], ...] | None = None
-    """speculative: tokens drafted in parallel; by default 8."""
+    mode: Annotated[tuple[str, ...], MODE_HELP] = ()
+
+    def __post_init__(self):
+        check_values(self)
+        self.rows()
 
     def rows(self) -> list[DecodingOptions]:
-        """Return the options of each row, with the defaults of their mode."""
+        """Return the options of each row."""
         shared = {f.name: getattr(self, f.name) for f in fields(DecodingOptions)}
-        # A mode has one of the sizes; `with_mode_defaults` refuses the others.
-        values = [getattr(self, name) or (None,) for name in SIZES]
-        rows = []
-        for sizes in itertools.product(*values):
-            shared.update(zip(SIZES, sizes, strict=True))
-            rows.append(modes.with_mode_defaults(DecodingOptions(**shared)))
-        return rows
+        del shared["mode"]
+        return [DecodingOptions(mode=mode, **shared) for mode in self.mode or (None,)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +130,6 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         a, dtype, procs.device, procs.world_size, judge=judge.describe(), rows=[]
     )
     result["versions"].update(judge.libraries)
-    batch_size = a.decoding.batch_size or BATCH_SIZE
     generated = make_samples(
         samplers,
         models,
@@ -148,7 +138,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         procs,
     )
     for samples in itertools.chain(generated, read):
-        row = score_samples(samples, judge, batch_size, procs)
+        row = score_samples(samples, judge, a.decoding.batch_size, procs)
         result["rows"].append(row)
         if not procs.main:
             continue
@@ -170,7 +160,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
 def fitted(
     run: str, loaded: Loaded, options: DecodingOptions, a: Arguments
 ) -> DecodingOptions:
-    """Return the options with defaults of the model. Raises UserError if it cannot
+    """Return the options with a mode of the model. Raises UserError if it cannot
     generate with them."""
     if loaded.scored_from:
         raise UserError(
@@ -182,15 +172,16 @@ def fitted(
             f"{run} was trained on records that end (data.end): make samples with "
             "sample.py --jsonl FILE, then give --samples FILE"
         )
-    limit = loaded.model.config.block_size
-    modes.check_mode(options, loaded.model.config)
+    config = loaded.model.config
+    limit = config.block_size
+    if options.mode is None:
+        options = replace(options, mode=modes.default_mode(config))
+    modes.check_mode(options.plan, config)
     if a.length and a.length > limit:
         raise UserError(
             f"{run}: --length is {a.length}; give at most its block size, {limit}"
         )
-    length = a.length or limit
-    context = [None] * length
-    return modes.with_default_steps(options, [context])
+    return options
 
 
 def make_samples(
@@ -219,7 +210,7 @@ def make_samples(
         started = time.perf_counter()
         for part in modes.parts_of(1, a.num_samples):
             planned = modes.plan_samples(
-                options,
+                options.plan,
                 [[None] * length],
                 a.seed,
                 num_samples=len(part.samples),
@@ -248,20 +239,8 @@ def number(value: float | None, form: str) -> str:
 
 
 def name_of(settings: dict) -> str:
-    """Return the mode, the size of its steps, which a sweep varies, its limits and its
-    orders, as in "adaptive 16, threshold 0.9"."""
-    if "mode" not in settings:
-        return "text"
-    name = str(settings["mode"])
-    for key in SIZES:
-        if settings.get(key) is not None:
-            name += f" {settings[key]}"
-    for key in LIMITS:
-        if settings.get(key) is not None:
-            name += f", {key.replace('_', ' ')} {settings[key]:g}"
-    if settings.get("order"):
-        name += f", {settings['order']}"
-    return name
+    """Return the mode of samples, as --mode has it; "text" for samples without one."""
+    return str(settings.get("mode", "text"))
 
 
 class Column(NamedTuple):
@@ -306,9 +285,7 @@ def legend() -> str:
         if measure.title is not None and measure.meaning:
             meanings.append(f"{measure.title}: {measure.meaning}")
     return (
-        "Sampler: the mode with its steps (mdm, even), tokens a step (l2r, random, "
-        "order, adaptive; at most, with a limit) or tokens drafted (speculative), and "
-        "its limits. Perplexity: exp of all nats "
+        "Sampler: the --mode. Perplexity: exp of all nats "
         "over all scored tokens, with a 95% interval over samples; of a sample: the "
         "mean of the samples' own. The other columns are means over samples; "
         f"{'; '.join(meanings)}; different: how many samples differ. NFE: "
@@ -339,7 +316,7 @@ def lines_of(result: dict) -> list[str]:
         "",
         legend(),
     ]
-    shown = {*SIZES, *LIMITS, "order"}
+    shown = {"mode"}
     shown.update(column.key for column in columns)
     for note in notes(result["rows"], shown):
         lines.append(f"- {note}")

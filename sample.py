@@ -1,10 +1,10 @@
 """Generate text with a trained model.
 
 Examples:
-    python sample.py out/quickstart --mode mdm --steps 64
+    python sample.py out/quickstart --mode mdm:steps=64
     python sample.py out/quickstart --mode l2r --prompt "The old horse" --jsonl FILE
     python sample.py out/quickstart --infill "She said[MASK:9] to him." --html FILE
-    python sample.py out/quickstart --order slots:block=8 --group-size 4
+    python sample.py out/quickstart --mode slots:block=8,group=4
     python sample.py out/own --prompts data/questions --rows 1 --html FILE"""
 
 import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
@@ -105,7 +105,7 @@ class Request:
 class Session:
     """The model and the options, which stay the same from request to request."""
 
-    options: DecodingOptions  # with the defaults of the mode
+    options: DecodingOptions  # with a mode
     loaded: Loaded
     tokenizer: Tokenizer
     outputs: Outputs
@@ -125,9 +125,6 @@ def sample(a: Arguments, procs: Processes) -> None:
     """Generate; the main process writes and prints the samples."""
     # 1. What can be wrong before a model is loaded.
     check_arguments(a, procs)
-    options = a.decoding
-    if options.mode is not None:
-        options = modes.with_mode_defaults(options)
     files = {"--jsonl": a.jsonl, "--html": a.html}
     outputs = Outputs(files, [a.run, a.prompts], a.overwrite)
     of_data = a.prompts is not None and a.prompts.is_dir()
@@ -149,9 +146,11 @@ def sample(a: Arguments, procs: Processes) -> None:
             raise UserError(
                 f"--rows {row}: there are {counted(len(requests), 'prompts')}"
             )
+    options = a.decoding
     if options.mode is None:
-        options = modes.with_mode_defaults(options, config.l2r_only, a.until_end)
-    modes.check_mode(options, config)
+        mode = "l2r" if a.until_end else modes.default_mode(config)
+        options = replace(options, mode=mode)
+    modes.check_mode(options.plan, config)
     if a.until_end and loaded.record_end is not None:
         raise UserError(
             "--until-end: this run knows the end of a record before its text "
@@ -160,10 +159,6 @@ def sample(a: Arguments, procs: Processes) -> None:
     has_prompts = of_data or any(request.text for request in requests)
     if loaded.of_records and loaded.record_end is None and not has_prompts:
         procs.print0(modes.RECORDS_NOTE, file=sys.stderr)
-    if a.until_end:
-        note = modes.end_note(options)
-        if note:
-            procs.print0(note, file=sys.stderr)
 
     # 3. Samples.
     longest = config.block_size
@@ -206,22 +201,20 @@ def fill(a: Arguments, session: Session, requests: list[Request]) -> None:
     contexts = list(encoded.values())
     keys = list(encoded)
     numbers = [key % MOST_CONTEXTS for key in keys]
-    if session.options.order is not None:
-        note = modes.block_note(session.options, longest=max(map(len, contexts)))
-        if note:
-            session.procs.print0(note, file=sys.stderr)
-    options = modes.with_default_steps(session.options, contexts)
+    plan = session.options.plan
+    note = modes.block_note(plan, longest=max(map(len, contexts)))
+    if note:
+        session.procs.print0(note, file=sys.stderr)
     end_token = session.tokenizer.eot if a.until_end else None
 
     # 2. Part after part.
-    session = replace(session, options=options)
     report = Report(a, session, several=max(numbers) > 0)
     for part in modes.parts_of(len(contexts), num_samples):
         part_contexts = contexts[part.contexts.start : part.contexts.stop]
         part_keys = keys[part.contexts.start : part.contexts.stop]
         part_numbers = numbers[part.contexts.start : part.contexts.stop]
         planned = modes.plan_samples(
-            options,
+            plan,
             part_contexts,
             a.seed,
             num_samples=len(part.samples),
@@ -230,10 +223,14 @@ def fill(a: Arguments, session: Session, requests: list[Request]) -> None:
         )
         if end is not None:
             planned = planned._replace(plan=end_first(planned.plan))
+        if a.until_end and report.count == 0:
+            note = modes.end_note(planned.plan)
+            if note:
+                session.procs.print0(note, file=sys.stderr)
         samples = modes.generate_distributed(
             loaded.model,
             planned,
-            options,
+            session.options,
             loaded.vocab_size,
             session.procs,
             end_token=end_token,
@@ -309,7 +306,7 @@ class Report:
             checkpoint=loaded.description,
         )
         settings = dict(origin.pop("settings"))
-        settings.update(vars(self.session.options))  # with the defaults of the mode
+        settings.update(vars(self.session.options))  # with a mode
         settings.update(origin)
         return settings
 

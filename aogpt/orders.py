@@ -1,6 +1,5 @@
-"""Prediction orders of training, scoring and `sample.py --mode order`: which position
-is predicted at which step. For other modes see sampling/plans.py; in adaptive ones the
-model chooses.
+"""Prediction orders of training, scoring and sampling: which position is predicted at
+which step. Each kind is a mode of sample.py; for other modes see sampling/plans.py.
 
 An order s of length T is a permutation of 0..T-1; `order[b, i]` is the position that
 sequence b predicts at step i. The distribution over orders is the *formulation*: left
@@ -283,20 +282,27 @@ def read_orders(file: str, length: int) -> np.ndarray:
     return orders[orders < length].reshape(count, length).astype(np.int64)
 
 
+@functools.cache
 def parse_order(text: str, option: str) -> OrderConfig:
     """Return the distribution that `kind` or `kind:setting=value,...` means, such as
     slots:block=8."""
-    settings = ORDER_KINDS.get(text.partition(":")[0], OrderFacts()).settings
-    types = {key: type(getattr(OrderConfig, key)) for key in settings}
+    types = setting_types(text.partition(":")[0])
     example = ""
-    if settings:
-        value = "orders.npy" if types[settings[0]] is str else 1
-        example = f"{settings[0]}={value}"
+    if types:
+        setting, kind_of_value = next(iter(types.items()))
+        value = "orders.npy" if kind_of_value is str else 1
+        example = f"{setting}={value}"
     kind, values = parse_settings(text, types, example, option)
     try:
         return OrderConfig(kind, **values)
     except UserError as error:
         raise UserError(f"{option} {text}: {error}") from None
+
+
+def setting_types(kind: str) -> dict[str, type]:
+    """Return the types of the settings of a kind of orders, by name."""
+    settings = ORDER_KINDS.get(kind, OrderFacts()).settings
+    return {setting: type(getattr(OrderConfig, setting)) for setting in settings}
 
 
 def parse_settings(

@@ -19,7 +19,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -665,11 +665,12 @@ class TextModel:
         samples = []
         with _python_names():
             decoding = DecodingOptions(**options)
-            decoding = modes.with_mode_defaults(decoding, config.l2r_only)
-            modes.check_mode(decoding, config)
+            if decoding.mode is None:
+                decoding = replace(decoding, mode=modes.default_mode(config))
+            modes.check_mode(decoding.plan, config)
             if not contexts:
                 return []
-            planned = modes.plan_samples(decoding, contexts, seed, count, keys)
+            planned = modes.plan_samples(decoding.plan, contexts, seed, count, keys)
             if self.end is not None:
                 planned = planned._replace(plan=end_first(planned.plan))
             alone = Processes(0, 1, self.device)

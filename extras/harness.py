@@ -75,7 +75,7 @@ class HarnessModel(TemplateLM):
         text_model: aogpt.TextModel,
         order: Order | None = None,
         num_orders: int = 8,
-        mode: modes.Mode | None = None,
+        mode: str | None = None,
         seed: int = 0,
     ):
         super().__init__()
@@ -234,12 +234,11 @@ class HarnessModel(TemplateLM):
                 top_p=settings.get("top_p", 1.0),
             )
             stops = [text for text in settings["until"] if text]
+            planned = modes.plan_samples(
+                options.plan, [context + [None] * new], self.seed + number
+            )
             (sample,) = modes.generate_rows(
-                self.model,
-                [context + [None] * new],
-                modes.with_mode_defaults(options),
-                self.loaded.vocab_size,
-                seed=self.seed + number,
+                self.model, planned, options, self.loaded.vocab_size
             )
             answer = sample[len(context) :]
             texts.append(modes.text_until(self.tokenizer, answer, stops))
@@ -257,7 +256,7 @@ class Arguments(RunOptions, OutputOptions):
     the continuation (the default of encoders)."""
     num_orders: Count = 8
     """random: orders, or an encoder's masks, of a request."""
-    mode: modes.Mode | None = None
+    mode: str | None = None
     """How answers are generated; by default l2r, and mdm by encoders."""
     limit: Count | None = None
     """Use only the first rows of every task."""

@@ -29,7 +29,7 @@ import aogpt
 from aogpt.data.tokenizers import Tokenizer
 from aogpt.model import AOGPT
 from aogpt.runtime.command_line import run_script, show
-from aogpt.sampling.modes import DecodingOptions, generate_rows, with_mode_defaults
+from aogpt.sampling.modes import DecodingOptions, generate_rows, plan_samples
 
 MASKS = re.compile(r"((?:\[MASK(?::\d+(?:-\d+)?)?\])+)")
 LENGTHS = re.compile(r"\[MASK(?::(\d+)(?:-(\d+))?)?\]")
@@ -116,7 +116,7 @@ def fill(
             f"with its longest gaps the text has {total} tokens, more than the block "
             f"size, {model.config.block_size}"
         )
-    choice = with_mode_defaults(DecodingOptions(mode="l2r", temperature=temperature))
+    choice = DecodingOptions(mode="l2r", temperature=temperature)
     rows = [Row(gapped.texts[0], origin=row) for row in range(draws)]
     filled = rows
     weights = torch.full((draws,), 1 / draws, dtype=torch.float64)
@@ -133,7 +133,8 @@ def fill(
             chosen = torch.searchsorted(ends, places, right=True)
             rows = [filled[i] for i in chosen.clamp(max=len(filled) - 1).tolist()]
         contexts = [[*row.tokens, *[None] * lengths[-1]] for row in rows]
-        drawn = generate_rows(model, contexts, choice, vocab_size, seed=seed + gap)
+        planned = plan_samples(choice.plan, contexts, seed + gap)
+        drawn = generate_rows(model, planned, choice, vocab_size)
         filled, log_weights = extended(
             model, rows, drawn, lengths, after, temperature, vocab_size
         )

@@ -95,13 +95,13 @@ def answer(
     procs: Processes,
     judge: Judge | None = None,
 ) -> Answers:
-    """Return the answers to all questions. options: with the mode's defaults; seed: of
-    all random numbers; judge: None if only the answer in the data is right."""
+    """Return the answers to all questions. options: with a mode; seed: of all random
+    numbers; judge: None if only the answer in the data is right."""
     if loaded.model.config.l2r_only:
         questions = given_first(questions)
     roles = questions.roles
     contexts = modes.contexts_of(questions.tokens, roles.given, roles.lengths)
-    planned = modes.plan_samples(options, contexts, seed)
+    planned = modes.plan_samples(options.plan, contexts, seed)
     started = time.perf_counter()
     samples = modes.generate_distributed(
         loaded.model, planned, options, loaded.vocab_size, procs, label=questions.name

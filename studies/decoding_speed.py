@@ -188,7 +188,8 @@ class DecodeBench:
         generator = common.seeded()
         all_plans = []
         for _ in range(1 + self.options.repeats):
-            plan = plans.mdm_plan(self.B, self.T, steps, generator)
+            batch = plans.Samples(self.B, self.T, generator)
+            plan = plans.mdm_plan(batch, steps)
             all_plans.append(plan)
         timings: dict[str, list[dict]] = {}
         for number, plan in enumerate(all_plans):
@@ -315,7 +316,7 @@ class DecodeBench:
         """Return where the time of `ours` goes: the share of each of PARTS, and the ten
         operations or kernels that take most, in milliseconds of a plan."""
         generator = common.seeded(1)
-        plan = plans.mdm_plan(self.B, self.T, steps, generator)
+        plan = plans.mdm_plan(plans.Samples(self.B, self.T, generator), steps)
         self.decode("ours", [plan])
         on_gpu = self.device.type == "cuda"
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -402,15 +403,15 @@ def plan_of(system: str, plan: Plan, draft: int) -> Plan:
     of samples of the same length, and for cache-only the same number of tokens a step.
     draft: number of tokens that are drafted."""
     B, n = plan.order.shape
-    generator = common.seeded(int(plan.order[0, 0]))
+    batch = plans.Samples(B, n, common.seeded(int(plan.order[0, 0])))
     match system:
         case "cache-only":
             group = math.ceil(n / len(plan.step.unique()))
-            return plans.adaptive_plan(B, n, "confidence", generator, group=group)
+            return plans.score_plan(batch, group=group)
         case "speculative":
-            return plans.speculative_plan(B, n, draft, generator)
+            return plans.speculative_plan(batch, draft)
         case "l2r" | "gpt":
-            return plans.l2r_plan(B, n)
+            return plans.order_plan(batch, "l2r")
     return plan
 
 

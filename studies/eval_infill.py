@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
+import torch.nn.functional as F
 import tyro
 
 from aogpt.checkpoints import Loaded, load
@@ -35,7 +36,8 @@ from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import Outputs, ReportOptions, markdown_table, provenance
 from aogpt.runtime.validation import Count, check_values
 from aogpt.sampling import modes
-from aogpt.sampling.modes import DecodingOptions
+from aogpt.sampling.modes import DecodingOptions, PlannedSamples
+from aogpt.sampling.plans import stack_plans
 from aogpt.scoring import token_log_probs
 from extras import plain_gpt
 from studies.infilling import (
@@ -86,9 +88,9 @@ class Arguments(ModelOptions, ReportOptions, SplitOption):
     decoding: Annotated[DecodingOptions, tyro.conf.arg(name="")] = DecodingOptions(
         temperature=0
     )
-    """Without --mode: l2r; given both sides also random and adaptive. Given the left
-    side, an encoder reads [MASK] up to the end of the block; with adaptive it fills
-    all of them in, and the sentence is what is in its place."""
+    """Without --mode: l2r; given both sides also random and confidence. Given the left
+    side, an encoder reads [MASK] up to the end of the block; where it chooses the order
+    it fills all of them in, and the sentence is what is in its place."""
 
 
 def main() -> None:
@@ -128,7 +130,7 @@ def main() -> None:
     for loaded in models.values():
         for both in sides_of(a, loaded).values():
             for options in options_of(a, both):
-                modes.check_mode(options, loaded.model.config)
+                modes.check_mode(options.plan, loaded.model.config)
     passages = passages_of(a, list(models.values()))
     rows = []
     for run, loaded in models.items():
@@ -203,7 +205,7 @@ def evaluate(
 ) -> list[dict]:
     """Return a row for each context (left or both sides) and each decoding mode."""
     model = loaded.model
-    size = a.decoding.batch_size or modes.BATCH_SIZE
+    size = a.decoding.batch_size
     rows = []
     for side, both in sides_of(a, loaded).items():
         parts = []
@@ -214,7 +216,7 @@ def evaluate(
             row = {
                 "run": run,
                 "given": side,
-                "mode": a.decoding.mode or options.mode,
+                "mode": options.mode,
                 "nll": nll,
                 "documents": passages.document.tolist(),
             }
@@ -253,13 +255,10 @@ def sides_of(a: Arguments, loaded: Loaded) -> dict[str, bool]:
 def options_of(a: Arguments, both: bool) -> list[DecodingOptions]:
     """Return how the middles are filled in, by each mode. both: whether the right side
     is given."""
-    side_modes: list = ["l2r", "random", "adaptive"] if both else ["l2r"]
+    side_modes = ["l2r", "random", "confidence"] if both else ["l2r"]
     if a.decoding.mode is not None:
         side_modes = [a.decoding.mode]
-    options = []
-    for mode in side_modes:
-        options.append(modes.with_mode_defaults(replace(a.decoding, mode=mode)))
-    return options
+    return [replace(a.decoding, mode=mode) for mode in side_modes]
 
 
 def resampled_row(
@@ -314,18 +313,33 @@ def fill_in(
     then all of it is."""
     N, T = passages.tokens.shape
     reads_on = loaded.model.config.is_encoder and not both
-    fills_all = reads_on and options.mode == "adaptive"
+    is_chosen = options.plan(modes.example_samples()).unmask_by != "order"
+    fills_all = reads_on and is_chosen
     length = passages.end
     if both or fills_all:
         length = torch.full((N,), T)
     contexts = modes.contexts_of(passages.tokens, passages.known(both), length)
-    return modes.generate_rows(
-        loaded.model,
-        contexts,
-        options,
-        loaded.vocab_size,
-        seed,
-        width=T if reads_on else None,
+    planned = modes.plan_samples(options.plan, contexts, seed)
+    if reads_on:
+        planned = masked_up_to(planned, T)
+    return modes.generate_rows(loaded.model, planned, options, loaded.vocab_size)
+
+
+def masked_up_to(planned: PlannedSamples, width: int) -> PlannedSamples:
+    """Return samples of `width` positions, whose plan is that of shorter ones: the
+    positions after those unmask last, all in one step. So an encoder reads [MASK]
+    there, and not where a sample ends. For orders that the model does not choose."""
+    plan = stack_plans([planned.plan], width)
+    last_step = plan.step.where(plan.valid, -1).amax(dim=1, keepdim=True)
+    missing = width - planned.tokens.shape[1]
+    return PlannedSamples(
+        plan=replace(
+            plan,
+            step=plan.step.where(plan.valid, last_step + 1),
+            length=torch.full_like(plan.length, width),
+        ),
+        tokens=F.pad(planned.tokens, (0, missing)),
+        uniforms=F.pad(planned.uniforms, (0, missing)),
     )
 
 

@@ -29,10 +29,9 @@ from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.validation import Count, check_values
 from aogpt.sampling.modes import (
     DecodingOptions,
-    Mode,
     changed_settings,
     check_mode,
-    with_mode_defaults,
+    parse_mode,
 )
 from aogpt.sampling.token_choice import Temperature
 from studies.answers import Judge, answer, page_of
@@ -133,7 +132,6 @@ def answer_prompts(
         result = {
             "task": questions.name,
             **vars(options),
-            "mode": mode_of(a, loaded) or options.mode,
             **answers.summary(),
         }
         results.append(result)
@@ -166,24 +164,16 @@ def answer_prompts(
             show(loaded.description, "", *table_of(results), "", *notes, sep="\n")
 
 
-def mode_of(a: Arguments, loaded: Loaded) -> Mode | None:
-    """Return the mode in which a model answers prompts; None if --order says it."""
-    if a.decoding.mode is None and a.decoding.order is None:
-        return "l2r" if loaded.model.config.l2r_only else "confidence"
-    return a.decoding.mode
-
-
 def options_for(a: Arguments, loaded: Loaded, judge: Judge | None) -> DecodingOptions:
     """Return how the questions of a task are answered. Raises UserError for a mode that
     the model does not have."""
     temperature = a.decoding.temperature
     if temperature is None:
         temperature = judge.temperature if judge else 0.0
-    mode = mode_of(a, loaded)
-    options = replace(a.decoding, temperature=temperature, mode=mode)
-    options = with_mode_defaults(options)
-    check_mode(options, loaded.model.config)
-    return options
+    config = loaded.model.config
+    mode = a.decoding.mode or ("l2r" if config.l2r_only else "confidence")
+    check_mode(parse_mode(mode), config)
+    return replace(a.decoding, temperature=temperature, mode=mode)
 
 
 def table_of(results: list[dict]) -> list[str]:

@@ -70,7 +70,7 @@ def converts():
     return tyro.cli(convert.convert)
 
 
-SAMPLE = "--num-samples 2 --steps 3 --jsonl out.jsonl --device cpu"
+SAMPLE = "--num-samples 2 --mode mdm:steps=3 --jsonl out.jsonl --device cpu"
 PERPLEXITY = (
     "--datasets data --max-sequences 2 --num-orders 1 --json out.json --device cpu"
 )
@@ -125,12 +125,12 @@ READERS = {
 # What has checksums: changed bytes are noticed, or change nothing in the result.
 PROTECTED = (".safetensors", ".bin", ".pt", "state.json", "export/config.json")
 OPTIONS = {
-    "sample": "num-samples steps length temperature top-p top-k batch-size seed mode "
-    "block-size dtype weights device prompt infill group-size jsonl html",
+    "sample": "num-samples length temperature top-p top-k batch-size seed mode "
+    "block-size dtype weights device prompt infill jsonl html",
     "perplexity": "orders ensemble group num-orders max-sequences batch-size split "
     "json",
     "prepare": "limit val-fraction field tokenizer split source val out",
-    "judge": "settings steps num-samples batch-size length judge json",
+    "judge": "mode num-samples batch-size length judge json",
     "resume": "optim.lr train.batch-size train.micro-batch-size model.n-layer "
     "model.n-embd eval.sequences eval.draws order.kind data.folder train.device "
     "checkpoint.keep seed",

@@ -338,11 +338,11 @@ def sizes(o: Options, folder: str) -> list[Job]:
         "120M": "--model.n-layer 12 --model.n-embd 896 --model.n-head 14",
     }
     steps = 1600
-    samples = "--steps 64 256 1024 --num-samples 128"
+    samples = "--mode mdm:steps=64 mdm:steps=256 mdm:steps=1024 --num-samples 128"
     if o.small:
         models = {"30M": SMALL_MODEL}
         steps = 4
-        samples = "--steps 4 --num-samples 2"
+        samples = "--mode mdm:steps=4 --num-samples 2"
     jobs = [prepare(o, folder, "english")]
     for size, model in models.items():
         for kind, options in KINDS.items():

@@ -628,7 +628,7 @@ python train.py studies/configs/smollm2_a3.toml --name a3 --train.init-from FOLD
 python eval_ppl.py out/a3_direct out/a3 --weights raw --datasets data/books_smollm2 \\
     --split val --orders l2r random --group 8 --num-orders 1 --max-sequences 32
 python eval_gen.py out/a3 out/a3_direct --weights raw --judge FOLDER \\
-    --mode confidence --group-size 8 --num-samples 16 --temperature 0.9 --top-p 0.95
+    --mode confidence:group=8 --num-samples 16 --temperature 0.9 --top-p 0.95
 python -m studies.pretrained agree FOLDER --data data/books_smollm2 \\
     --sets data/ptb_smollm2 data/wikitext103_smollm2 --blocks 90 --json agree.json
 LAMBADA="--source lambada_test.jsonl"

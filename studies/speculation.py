@@ -48,53 +48,50 @@ TEMPLATE = ROOT / "studies" / "configs" / "speculation.md"
 
 ONE_AT_A_TIME = "one token a pass, random order"
 LEFT_TO_RIGHT = "one token a pass, left to right"
-# By name: the words of sample.py. Exact methods draw from the joint distribution of
+# Modes of sample.py, by name. Exact methods draw from the joint distribution of
 # one token a pass along their order; the others are approximations.
 EXACT = {
-    ONE_AT_A_TIME: "--mode random",
-    "speculative, draft 4": "--mode speculative --draft 4",
-    "speculative, draft 8": "--mode speculative --draft 8",
-    "speculative, draft 16": "--mode speculative --draft 16",
-    "speculative, draft 32": "--mode speculative --draft 32",
-    LEFT_TO_RIGHT: "--mode l2r",
-    "speculative, left to right, draft 4": "--mode speculative --order l2r --draft 4",
-    "speculative, left to right, draft 8": "--mode speculative --order l2r --draft 8",
-    "speculative, left to right, draft 16": "--mode speculative --order l2r --draft 16",
-    "one token a pass, slots of 8": "--mode order --order slots:block=8",
-    "speculative, slots of 8, draft "
-    "4": "--mode speculative --order slots:block=8 --draft 4",
-    "speculative, slots of 8, draft "
-    "8": "--mode speculative --order slots:block=8 --draft 8",
-    "speculative, slots of 8, draft "
-    "16": "--mode speculative --order slots:block=8 --draft 16",
+    ONE_AT_A_TIME: "random",
+    "speculative, draft 4": "speculative:draft=4",
+    "speculative, draft 8": "speculative:draft=8",
+    "speculative, draft 16": "speculative:draft=16",
+    "speculative, draft 32": "speculative:draft=32",
+    LEFT_TO_RIGHT: "l2r",
+    "speculative, left to right, draft 4": "speculative:order=l2r,draft=4",
+    "speculative, left to right, draft 8": "speculative:order=l2r,draft=8",
+    "speculative, left to right, draft 16": "speculative:order=l2r,draft=16",
+    "one token a pass, slots of 8": "slots:block=8",
+    "speculative, slots of 8, draft 4": "speculative:order=slots,block=8,draft=4",
+    "speculative, slots of 8, draft 8": "speculative:order=slots,block=8,draft=8",
+    "speculative, slots of 8, draft 16": "speculative:order=slots,block=8,draft=16",
 }
 APPROXIMATE = {
-    "even, 8 steps": "--mode even --steps 8",
-    "even, 16 steps": "--mode even --steps 16",
-    "even, 32 steps": "--mode even --steps 32",
-    "even, 64 steps": "--mode even --steps 64",
-    "mdm, 8 steps": "--mode mdm --steps 8",
-    "mdm, 16 steps": "--mode mdm --steps 16",
-    "mdm, 32 steps": "--mode mdm --steps 32",
-    "mdm, 64 steps": "--mode mdm --steps 64",
-    "confidence above 0.5": "--mode confidence --threshold 0.5",
-    "confidence above 0.9": "--mode confidence --threshold 0.9",
-    "entropies up to 1 nat": "--mode entropy --entropy-bound 1",
-    "entropies up to 4 nats": "--mode entropy --entropy-bound 4",
-    "most confident first, one a pass": "--mode confidence",
+    "even, 8 steps": "even:steps=8",
+    "even, 16 steps": "even:steps=16",
+    "even, 32 steps": "even:steps=32",
+    "even, 64 steps": "even:steps=64",
+    "mdm, 8 steps": "mdm:steps=8",
+    "mdm, 16 steps": "mdm:steps=16",
+    "mdm, 32 steps": "mdm:steps=32",
+    "mdm, 64 steps": "mdm:steps=64",
+    "confidence above 0.5": "confidence:threshold=0.5",
+    "confidence above 0.9": "confidence:threshold=0.9",
+    "entropies up to 1 nat": "entropy:entropy_bound=1",
+    "entropies up to 4 nats": "entropy:entropy_bound=4",
+    "most confident first, one a pass": "confidence",
 }
 # Further rows of A3's table of selection rules.
 GROUPS = {
-    "random, 4 a pass": "--mode random --group-size 4",
-    "random, 8 a pass": "--mode random --group-size 8",
-    "confidence, 4 a pass": "--mode confidence --group-size 4",
-    "confidence, 8 a pass": "--mode confidence --group-size 8",
-    "entropy, one a pass": "--mode entropy --group-size 1",
-    "entropy, 4 a pass": "--mode entropy --group-size 4",
-    "entropy, 8 a pass": "--mode entropy --group-size 8",
-    "margin, one a pass": "--mode margin --group-size 1",
-    "margin, 4 a pass": "--mode margin --group-size 4",
-    "margin, 8 a pass": "--mode margin --group-size 8",
+    "random, 4 a pass": "random:group=4",
+    "random, 8 a pass": "random:group=8",
+    "confidence, 4 a pass": "confidence:group=4",
+    "confidence, 8 a pass": "confidence:group=8",
+    "entropy, one a pass": "entropy:group=1",
+    "entropy, 4 a pass": "entropy:group=4",
+    "entropy, 8 a pass": "entropy:group=8",
+    "margin, one a pass": "margin:group=1",
+    "margin, 4 a pass": "margin:group=4",
+    "margin, 8 a pass": "margin:group=8",
 }
 # Which positions are filled next: the rows with 1, 4 and 8 a pass.
 SELECTION = {
@@ -150,10 +147,10 @@ def main() -> None:
         length = 16
     file = folder / ROWS.name
     rows = rows_by("name", file)
-    commands = {**EXACT, **APPROXIMATE, **GROUPS}
-    for name, words in commands.items():
+    modes = {**EXACT, **APPROXIMATE, **GROUPS}
+    for name, mode in modes.items():
         if name not in rows:
-            rows[name] = measured(name, words, samples, length)
+            rows[name] = measured(name, mode, samples, length)
             write_jsonl(file, rows.values())
             show(f"{name}: {rows[name]['nfe']:.1f} passes", flush=True)
     rows["acceptance"] = rows_by("name", ROWS)["acceptance"]
@@ -163,10 +160,11 @@ def main() -> None:
     show(f"wrote {folder}/speculation.md and its figure")
 
 
-def measured(name: str, words: str, samples: int, length: int) -> dict:
+def measured(name: str, mode: str, samples: int, length: int) -> dict:
     """Return the scores of samples of the model by itself, and their divergence from
     held-out text."""
-    command = f"sample.py {MODEL} --length {length} --num-samples {samples} {words}"
+    command = f"sample.py {MODEL} --length {length} --num-samples {samples}"
+    command += f" --mode {mode}"
     row = {"name": name, "command": f"python {command}", "commit": commit()}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "samples.jsonl"

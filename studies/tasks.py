@@ -28,7 +28,7 @@ from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import write_atomically, write_text
 from aogpt.runtime.processes import Processes
 from aogpt.runtime.validation import check_values, read_toml
-from aogpt.sampling.modes import DecodingOptions, check_mode, with_mode_defaults
+from aogpt.sampling.modes import DecodingOptions, check_mode
 from aogpt.training.config import Config
 from studies.answer_pages import (
     COMPARED,
@@ -113,7 +113,7 @@ def load_tasks() -> tuple[dict[str, Experiment], dict[str, dict]]:
 
 
 def run(
-    task: str, experiment: Experiment, decoders: dict[str, dict], a: Arguments
+    task: str, experiment: Experiment, decoders: dict[str, str], a: Arguments
 ) -> Entries:
     """Train what is missing of a task, decode, print the results and return the
     systems."""
@@ -128,7 +128,7 @@ def run(
 
 
 def load_results(
-    tasks: dict[str, Experiment], decoders: dict[str, dict]
+    tasks: dict[str, Experiment], decoders: dict[str, str]
 ) -> dict[str, Entries]:
     """Return the systems of each task, made of the rows of its runs: without systems
     that lack a run, and without tasks that lack a system which is compared on all, or
@@ -146,7 +146,7 @@ def load_results(
 
 
 def answered(
-    task: str, runner: Runner, decoders: dict[str, dict], seeds: int
+    task: str, runner: Runner, decoders: dict[str, str], seeds: int
 ) -> Entries:
     """Return the systems of a task with the "decoders" of each run: how it answers,
     decoded in each way that it can be. Trains and decodes what has no row."""
@@ -162,13 +162,11 @@ def answered(
             configs[system] = experiment.config(
                 RECIPE, systems[system], seed, entry["tuned"], runner.quick
             )
-        for name, values in decoders.items():
-            words = [f"limit {limit}"]
-            for key, value in values.items():
-                words.append(f"{key} {value}")
+        for name, mode in decoders.items():
+            words = [f"limit {limit}", f"mode {mode}"]
             # Times are compared: one system after the other.
             for system, config in configs.items():
-                options = decoding_options(values, task, config)
+                options = decoding_options(mode, task, config)
                 if options:
                     make = functools.partial(decode, config, options, limit)
                     result = runner.results.of(config, [words], make)
@@ -176,14 +174,13 @@ def answered(
     return reported(experiment, {RECIPE: entries})[RECIPE]
 
 
-def decoding_options(values: dict, task: str, config: Config) -> DecodingOptions | None:
-    """Return options with the task's temperature; None if the model does not support
-    them, as a plain GPT only decodes left to right."""
+def decoding_options(mode: str, task: str, config: Config) -> DecodingOptions | None:
+    """Return options with the task's temperature; None if the model does not have the
+    mode, as a plain GPT only decodes left to right."""
     temperature = TASKS[task].temperature
-    options = DecodingOptions(**values, temperature=temperature, batch_size=BATCH)
-    options = with_mode_defaults(options)
+    options = DecodingOptions(mode=mode, temperature=temperature, batch_size=BATCH)
     with contextlib.suppress(UserError):
-        check_mode(options, config.model)
+        check_mode(options.plan, config.model)
         return options
 
 
@@ -200,7 +197,7 @@ def decode(config: Config, options: DecodingOptions, limit: int | None) -> dict:
     return answers.summary()
 
 
-def write_page(tasks: dict[str, Experiment], decoders: dict[str, dict]) -> None:
+def write_page(tasks: dict[str, Experiment], decoders: dict[str, str]) -> None:
     """Write the page and the figure of all tasks that have results."""
     results = load_results(tasks, decoders)
     image = figure(results)

@@ -342,16 +342,16 @@ def newest(config):
 
 
 MODES = {
-    "mdm": ["--mode", "mdm", "--steps", 5],
-    "mdm cosine": ["--mode", "mdm", "--steps", 5, "--schedule", "cosine"],
-    "even": ["--mode", "even", "--steps", 5],
+    "mdm": ["--mode", "mdm:steps=5"],
+    "mdm cosine": ["--mode", "mdm:steps=5,schedule=cosine"],
+    "even": ["--mode", "even:steps=5"],
     "l2r": ["--mode", "l2r"],
-    "l2r in groups": ["--mode", "l2r", "--group-size", 3],
-    "random": ["--mode", "random", "--group-size", 2],
-    "confidence": ["--mode", "adaptive"],
-    "entropy": ["--mode", "adaptive", "--unmask-by", "entropy", "--group-size", 2],
-    "speculative": ["--mode", "speculative", "--draft", 4],
-    "speculative l2r": ["--mode", "speculative", "--order", "l2r"],
+    "l2r in groups": ["--mode", "l2r:group=3"],
+    "random": ["--mode", "random:group=2"],
+    "confidence": ["--mode", "confidence"],
+    "entropy": ["--mode", "entropy:group=2"],
+    "speculative": ["--mode", "speculative:draft=4"],
+    "speculative l2r": ["--mode", "speculative:order=l2r"],
 }
 
 

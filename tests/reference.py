@@ -14,23 +14,18 @@ import math
 import re
 from collections import Counter
 from fractions import Fraction
+from types import SimpleNamespace
 
 import torch
-import tyro
 from scipy.stats import chi2
 
 from aogpt.evaluation.ensembles import RandomStream, ensemble_log_probs, permute_context
 from aogpt.model import ModelConfig
 from aogpt.orders import orders_at
 from aogpt.sampling.engine import generate
-from aogpt.sampling.modes import DecodingOptions, with_mode_defaults
-from aogpt.sampling.plans import (
-    adaptive_plan,
-    l2r_plan,
-    mdm_plan,
-    random_plan,
-    speculative_plan,
-)
+from aogpt.sampling.modes import parse_mode
+from aogpt.sampling.plans import Samples
+from aogpt.sampling.scores import SCORES
 from aogpt.scoring import masked_log_probs, token_log_probs
 from aogpt.systems import build_model, log_linear_noise
 
@@ -617,7 +612,7 @@ def paced_distribution(conditional, vocab_size, length, options, given=()):
                 scores[p] = of_sequences[x].item()
             return scores
 
-        scores = scores_by(options.unmask_by)
+        scores = scores_by(options.name)
         certain = scores_by("entropy")
         choices = Counter()
         for ranked in itertools.permutations(free):
@@ -647,7 +642,7 @@ def paced_choice(scores, certain, options):
     count = len(ranked)
     least = options.threshold
     if least is not None:
-        if options.unmask_by == "entropy":
+        if options.name == "entropy":
             least = -least
         count = sum(score >= least for score in scores.values())
     if options.entropy_bound is not None:
@@ -657,7 +652,8 @@ def paced_choice(scores, certain, options):
             total = sum(entropies[:k]) - max(entropies[:k])
             within += total <= options.entropy_bound
         count = min(count, within)
-    most = options.group_size or len(ranked)
+    limits = (options.threshold, options.entropy_bound)
+    most = options.group or (1 if limits == (None, None) else len(ranked))
     return ranked[: min(max(count, 1), most)]
 
 
@@ -907,54 +903,42 @@ def some_given(batch_size, length, seed):
 
 @functools.cache
 def options_of(mode):
-    """Return the options of decoding that words of the command line mean, such as "mdm
-    --steps 3 --schedule cosine"."""
-    options = tyro.cli(DecodingOptions, args=["--mode", *mode.split()])
-    return with_mode_defaults(options)
+    """Return the arguments of a mode, such as "mdm:steps=3,schedule=cosine", and its
+    name; None where one is not written."""
+    name, _, written = mode.partition(":")
+    o = SimpleNamespace(
+        name=name,
+        steps=None,
+        schedule="linear",
+        group=None,
+        threshold=None,
+        entropy_bound=None,
+        block=None,
+        draft=None,
+        order=None,
+    )
+    for setting in written.split(",") if written else ():
+        key, _, value = setting.partition("=")
+        assert hasattr(o, key), mode
+        types = {"schedule": str, "order": str, "threshold": float}
+        types["entropy_bound"] = float
+        setattr(o, key, types.get(key, int)(value))
+    return o
 
 
 # Modes in which the model chooses how many positions a step unmasks.
 PACED = modes("""
-    confidence --threshold 0.45, margin --threshold 0.15 --group-size 2,
-    entropy --threshold 0.95, entropy --entropy-bound 0.95,
-    confidence --entropy-bound 1.9 --group-size 3,
-    confidence --threshold 0.4 --entropy-bound 1.0, confidence --block 2,
-    entropy --block 3 --group-size 2, confidence --threshold 0.45 --block 3
+    confidence:threshold=0.45, margin:threshold=0.15,group=2,
+    entropy:threshold=0.95, entropy:entropy_bound=0.95,
+    confidence:entropy_bound=1.9,group=3,
+    confidence:threshold=0.4,entropy_bound=1.0, confidence:block=2,
+    entropy:block=3,group=2, confidence:threshold=0.45,block=3
 """)
 
 
 def make_plan(mode, batch_size, length, given=None, seed=0):
-    """Return a plan of a mode, which is named by words of the command line."""
-    o = options_of(mode)
-    generator = seeded(seed)
-    if o.mode == "l2r":
-        return l2r_plan(batch_size, length, given, o.group_size)
-    if o.mode == "random":
-        return random_plan(batch_size, length, generator, given, o.group_size)
-    if o.mode == "adaptive":
-        return adaptive_plan(
-            batch_size,
-            length,
-            o.unmask_by,
-            generator,
-            given,
-            group=o.group_size,
-            threshold=o.threshold,
-            entropy_bound=o.entropy_bound,
-            block=o.block,
-        )
-    if o.mode == "speculative":
-        in_random_order = generator if o.order is None else None
-        return speculative_plan(batch_size, length, o.draft, in_random_order, given)
-    return mdm_plan(
-        batch_size,
-        length,
-        o.steps,
-        generator,
-        given,
-        even=o.mode == "even",
-        schedule=o.schedule,
-    )
+    """Return a plan of a mode, as --mode has it."""
+    return parse_mode(mode)(Samples(batch_size, length, seeded(seed), given))
 
 
 def distribution_of(mode, conditional, vocab_size, length, prompt=()):
@@ -964,17 +948,17 @@ def distribution_of(mode, conditional, vocab_size, length, prompt=()):
     free = [p for p in range(length) if p not in prompt]
     context = tuple(sorted(prompt))
     # Speculation has the exact joint of the order, whatever is drafted.
-    size = 1 if o.mode == "speculative" else o.group_size or 1
+    size = 1 if o.name == "speculative" else o.group or 1
     groups = tuple(min(size, len(free) - i) for i in range(0, len(free), size))
-    if o.mode == "adaptive" and o.unmask_by != "random":
+    if o.name in SCORES:
         expected = paced_distribution(conditional, vocab_size, length, o, context)
     else:
-        if "l2r" in (o.mode, o.order):
+        if "l2r" in (o.name, o.order):
             plans = [(1, (*context, *free), groups)]
-        elif o.mode == "even":
+        elif o.name == "even":
             sizes = even_sizes(len(free), o.steps, o.schedule)
             plans = fixed_plans(free, context, sizes)
-        elif o.mode == "mdm":
+        elif o.name == "mdm":
             plans = exact_plans(free, context, o.steps, o.schedule)
         else:
             plans = fixed_plans(free, context, groups)

@@ -42,13 +42,14 @@ from aogpt.runtime.errors import UserError
 from aogpt.sampling import (
     Engine,
     Plan,
+    Samples,
     TokenChoice,
     cached,
     compiled,
     generate,
     group_sizes,
-    l2r_plan,
     mdm_plan,
+    order_plan,
     simple_generate,
     speculative_plan,
     token_choice,
@@ -64,27 +65,27 @@ SAMPLES = 7000
 
 
 FIXED = modes("""
-    l2r, l2r --group-size 3, random, random --group-size 2, mdm --steps 1,
-    mdm --steps 3, even --steps 2, mdm --steps 3 --schedule cosine,
-    even --steps 3 --schedule cosine
+    l2r, l2r:group=3, random, random:group=2, mdm:steps=1,
+    mdm:steps=3, even:steps=2, mdm:steps=3,schedule=cosine,
+    even:steps=3,schedule=cosine
 """)
-BLOCKS = ["confidence --threshold 0.45 --block 3"]
+BLOCKS = ["confidence:threshold=0.45,block=3"]
 ADAPTIVE = (
     modes("""
-    confidence, confidence --group-size 2, entropy, entropy --group-size 3,
-    margin --group-size 2
+    confidence, confidence:group=2, entropy, entropy:group=3,
+    margin:group=2
 """)
     + BLOCKS
 )
 SPECULATIVE = modes("""
-    speculative --order l2r --draft 3, speculative --draft 2
+    speculative:order=l2r,draft=3, speculative:draft=2
 """)
 EVERY_MODE = FIXED + ADAPTIVE + SPECULATIVE
 GPTS = ("GPT-2", ROTARY_GPT)
 OF_EACH_KIND = modes("""
-    l2r --group-size 3, random, mdm --steps 3 --schedule cosine, even --steps 2,
-    confidence, entropy --group-size 3, confidence --threshold 0.45 --block 3,
-    speculative --draft 2
+    l2r:group=3, random, mdm:steps=3,schedule=cosine, even:steps=2,
+    confidence, entropy:group=3, confidence:threshold=0.45,block=3,
+    speculative:draft=2
 """)
 
 RELATIVE = ["target rotary", "two_stream, rotary", "mask_query, rotary"]
@@ -103,25 +104,25 @@ def expected_distribution(mode, system, seed, choice=None, prompt=()):
 
 
 AOGPT_MODES = modes("""
-    l2r, l2r --group-size 2, l2r --group-size 3, random --group-size 2,
-    random --group-size 3, adaptive --unmask-by random, mdm --steps 1,
-    mdm --steps 2, mdm --steps 5, even --steps 2, even --steps 3,
-    mdm --steps 2 --schedule cosine, mdm --steps 4 --schedule cosine,
-    even --steps 2 --schedule cosine, even --steps 3 --schedule cosine, confidence,
-    confidence --group-size 2, entropy, entropy --group-size 2,
-    entropy --group-size 3, speculative --order l2r --draft 2,
-    speculative --order l2r --draft 3, speculative --order l2r --draft 4,
-    speculative --draft 2, speculative --draft 3, margin, margin --group-size 3
+    l2r, l2r:group=2, l2r:group=3, random:group=2,
+    random:group=3, random, mdm:steps=1,
+    mdm:steps=2, mdm:steps=5, even:steps=2, even:steps=3,
+    mdm:steps=2,schedule=cosine, mdm:steps=4,schedule=cosine,
+    even:steps=2,schedule=cosine, even:steps=3,schedule=cosine, confidence,
+    confidence:group=2, entropy, entropy:group=2,
+    entropy:group=3, speculative:order=l2r,draft=2,
+    speculative:order=l2r,draft=3, speculative:order=l2r,draft=4,
+    speculative:draft=2, speculative:draft=3, margin, margin:group=3
 """)
 OTHER_SEED_MODES = modes("""
-    l2r, random --group-size 2, mdm --steps 1, even --steps 2,
-    mdm --steps 4 --schedule cosine, confidence, entropy --group-size 2,
-    speculative --order l2r --draft 3, speculative --draft 3
+    l2r, random:group=2, mdm:steps=1, even:steps=2,
+    mdm:steps=4,schedule=cosine, confidence, entropy:group=2,
+    speculative:order=l2r,draft=3, speculative:draft=3
 """)
 DECODER_MODES = modes("""
-    random, mdm --steps 3 --schedule cosine, even --steps 3 --schedule cosine,
-    confidence --group-size 2, entropy, speculative --draft 4,
-    speculative --order l2r --draft 2
+    random, mdm:steps=3,schedule=cosine, even:steps=3,schedule=cosine,
+    confidence:group=2, entropy, speculative:draft=4,
+    speculative:order=l2r,draft=2
 """)
 ENUMERATED = [  # systems, seed, modes
     (["AO-GPT"], 1, [*AOGPT_MODES, *PACED]),
@@ -136,8 +137,8 @@ ENUMERATED = [  # systems, seed, modes
         ["two_stream"],
         4,
         modes("""
-    random --group-size 2, random --group-size 3, l2r --group-size 2,
-    even --steps 2, mdm --steps 2
+    random:group=2, random:group=3, l2r:group=2,
+    even:steps=2, mdm:steps=2
 """),
     ),
     (["mask_query"], 3, [*DECODER_MODES, *PACED, *AOGPT_MODES]),
@@ -147,8 +148,8 @@ ENUMERATED = [  # systems, seed, modes
         [
             *DECODER_MODES,
             *modes("""
-    random --group-size 2, l2r --group-size 2, mdm --steps 2,
-    speculative --order l2r --draft 4
+    random:group=2, l2r:group=2, mdm:steps=2,
+    speculative:order=l2r,draft=4
 """),
         ],
     ),
@@ -157,20 +158,20 @@ ENUMERATED = [  # systems, seed, modes
         [ONE_BY_ONE],
         3,
         modes("""
-    random --group-size 2, mdm --steps 3, confidence --group-size 2,
-    confidence --threshold 0.45 --block 3
+    random:group=2, mdm:steps=3, confidence:group=2,
+    confidence:threshold=0.45,block=3
 """),
     ),
     # Before the first token all positions are alike to it; `PACED` are enumerated
     # without equals.
-    (["target rotary"], 1, [*DECODER_MODES, "mdm --steps 3", *AOGPT_MODES]),
+    (["target rotary"], 1, [*DECODER_MODES, "mdm:steps=3", *AOGPT_MODES]),
     (
         ["two_stream, rotary"],
         3,
         [
             *DECODER_MODES,
             *modes("""
-    random --group-size 2, l2r --group-size 2, mdm --steps 2
+    random:group=2, l2r:group=2, mdm:steps=2
 """),
         ],
     ),
@@ -178,15 +179,15 @@ ENUMERATED = [  # systems, seed, modes
         [f"{system}, rotary" for system in ("sigma-GPT", "shared", "per_block")],
         4,
         modes("""
-    mdm --steps 3, confidence --group-size 2, speculative --draft 4
+    mdm:steps=3, confidence:group=2, speculative:draft=4
 """),
     ),
     (
         ENCODERS,
         2,
         modes("""
-    l2r, mdm --steps 3, even --steps 2, random --group-size 3, confidence,
-    confidence --group-size 2, entropy --group-size 2
+    l2r, mdm:steps=3, even:steps=2, random:group=3, confidence,
+    confidence:group=2, entropy:group=2
 """),
     ),
 ]
@@ -195,17 +196,13 @@ ENUMERATED = [  # systems, seed, modes
 # Modes whose distributions the chi-square test tells apart, so that acceptance means
 # something.
 OTHERS = {
-    "mdm --steps 1": "mdm --steps 2, mdm --steps 5, even --steps 2, l2r",
-    "mdm --steps 2 --schedule "
-    "cosine": "mdm --steps 2, even --steps 2 --schedule cosine",
-    "even --steps 3 --schedule "
-    "cosine": "even --steps 3, mdm --steps 4 --schedule cosine",
-    "confidence": "entropy, confidence --group-size 2, adaptive --unmask-by random",
-    "entropy --group-size "
-    "2": "confidence --group-size 2, entropy, random --group-size 2",
-    "speculative --order l2r --draft "
-    "4": "l2r --group-size 2, adaptive --unmask-by random",
-    "speculative --draft 3": "random --group-size 3, l2r",
+    "mdm:steps=1": "mdm:steps=2, mdm:steps=5, even:steps=2, l2r",
+    "mdm:steps=2,schedule=cosine": "mdm:steps=2, even:steps=2,schedule=cosine",
+    "even:steps=3,schedule=cosine": "even:steps=3, mdm:steps=4,schedule=cosine",
+    "confidence": "entropy, confidence:group=2, random",
+    "entropy:group=2": "confidence:group=2, entropy, random:group=2",
+    "speculative:order=l2r,draft=4": "l2r:group=2, random",
+    "speculative:draft=3": "random:group=3, l2r",
 }
 
 
@@ -213,31 +210,31 @@ OTHERS = {
 # own.
 QUICK_MODES = {
     "AO-GPT": modes("""
-    l2r, l2r --group-size 3, random --group-size 2, adaptive --unmask-by random,
-    mdm --steps 1, mdm --steps 5, mdm --steps 2 --schedule cosine, even --steps 3,
-    even --steps 3 --schedule cosine, confidence, entropy --group-size 2,
-    margin --group-size 3, speculative --order l2r --draft 4, speculative --draft 3,
-    confidence --threshold 0.45, confidence --threshold 0.4 --entropy-bound 1.0,
-    entropy --block 3 --group-size 2
+    l2r, l2r:group=3, random:group=2, random,
+    mdm:steps=1, mdm:steps=5, mdm:steps=2,schedule=cosine, even:steps=3,
+    even:steps=3,schedule=cosine, confidence, entropy:group=2,
+    margin:group=3, speculative:order=l2r,draft=4, speculative:draft=3,
+    confidence:threshold=0.45, confidence:threshold=0.4,entropy_bound=1.0,
+    entropy:block=3,group=2
 """),
     "two_stream": modes("""
-    random --group-size 2, mdm --steps 3 --schedule cosine, speculative --draft 4,
-    confidence --threshold 0.45 --block 3
+    random:group=2, mdm:steps=3,schedule=cosine, speculative:draft=4,
+    confidence:threshold=0.45,block=3
 """),
     "mask_query": modes("""
-    random --group-size 2, entropy, speculative --draft 4,
-    confidence --threshold 0.45 --block 3
+    random:group=2, entropy, speculative:draft=4,
+    confidence:threshold=0.45,block=3
 """),
     "target rotary": modes("""
-    random, confidence --group-size 2, mdm --steps 3,
-    speculative --order l2r --draft 2
+    random, confidence:group=2, mdm:steps=3,
+    speculative:order=l2r,draft=2
 """),
-    "RADD": modes("l2r, mdm --steps 3, confidence --group-size 2"),
+    "RADD": modes("l2r, mdm:steps=3, confidence:group=2"),
     "SEDD": modes("""
-    even --steps 2, random --group-size 3, entropy --group-size 2
+    even:steps=2, random:group=3, entropy:group=2
 """),
     "encoder AO-GPT": modes("""
-    mdm --steps 3, confidence, confidence --threshold 0.45 --block 3
+    mdm:steps=3, confidence, confidence:threshold=0.45,block=3
 """),
 }
 SAME_WAY = "other systems decode in these modes by the same code"
@@ -269,12 +266,12 @@ def test_samples_match_enumeration(system, seed, mode):
 
 
 PROMPTED_MODES = modes("""
-    l2r, random --group-size 2, mdm --steps 3, mdm --steps 2 --schedule cosine,
-    even --steps 2 --schedule cosine, confidence, entropy --group-size 2
+    l2r, random:group=2, mdm:steps=3, mdm:steps=2,schedule=cosine,
+    even:steps=2,schedule=cosine, confidence, entropy:group=2
 """)
 PROMPTED_MODES += (
     modes("""
-    confidence --threshold 0.45, entropy --entropy-bound 0.95, confidence --block 2
+    confidence:threshold=0.45, entropy:entropy_bound=0.95, confidence:block=2
 """)
     + SPECULATIVE
 )
@@ -285,7 +282,7 @@ INFILLED = [  # systems, seed, prompts, modes
         [*ENCODERS, "two_stream"],
         2,
         ENDS,
-        modes("mdm --steps 3, even --steps 2, entropy"),
+        modes("mdm:steps=3, even:steps=2, entropy"),
     ),
     (["mask_query"], 3, ({1: 2}, *ENDS), PROMPTED_MODES),
     (
@@ -294,8 +291,8 @@ INFILLED = [  # systems, seed, prompts, modes
         ENDS,
         [
             *modes("""
-    l2r, random --group-size 2, mdm --steps 3, confidence,
-    speculative --order l2r --draft 3
+    l2r, random:group=2, mdm:steps=3, confidence,
+    speculative:order=l2r,draft=3
 """),
             *PACED,
         ],
@@ -305,14 +302,14 @@ INFILLED = [  # systems, seed, prompts, modes
 
 QUICK_INFILLED = {
     "AO-GPT": modes("""
-    random --group-size 2, mdm --steps 3, even --steps 2 --schedule cosine, confidence,
-    entropy --entropy-bound 0.95, speculative --draft 2
+    random:group=2, mdm:steps=3, even:steps=2,schedule=cosine, confidence,
+    entropy:entropy_bound=0.95, speculative:draft=2
 """),
-    "two_stream": ["mdm --steps 3"],
-    "mask_query": ["entropy --group-size 2", "speculative --order l2r --draft 3"],
-    "target rotary": ["confidence", "speculative --order l2r --draft 3"],
+    "two_stream": ["mdm:steps=3"],
+    "mask_query": ["entropy:group=2", "speculative:order=l2r,draft=3"],
+    "target rotary": ["confidence", "speculative:order=l2r,draft=3"],
     "RADD": ["entropy"],
-    "SEDD": ["even --steps 2"],
+    "SEDD": ["even:steps=2"],
 }
 
 
@@ -354,7 +351,7 @@ def test_infilling_matches_enumeration(system, seed, prompt, mode):
 )
 @pytest.mark.parametrize(
     "mode",
-    ["mdm --steps 3", "speculative --order l2r --draft 3", "speculative --draft 3"],
+    ["mdm:steps=3", "speculative:order=l2r,draft=3", "speculative:draft=3"],
 )
 def test_truncated_sampling_matches_enumeration(mode, choice):
     """Greedy left to right has one possible sequence, which every sample is."""
@@ -384,18 +381,18 @@ def test_two_stages_and_one_stage_are_the_same_distribution(steps):
 RAGGED = [  # systems, modes
     (
         ["AO-GPT", "two_stream", "mask_query"],
-        ["l2r", "random --group-size 2", "entropy --group-size 2", *SPECULATIVE],
+        ["l2r", "random:group=2", "entropy:group=2", *SPECULATIVE],
     ),
     (
         ["RADD", "SEDD"],
         modes("""
-    mdm --steps 2, even --steps 2 --schedule cosine, confidence
+    mdm:steps=2, even:steps=2,schedule=cosine, confidence
 """),
     ),
     (
         RELATIVE,
         modes("""
-    random --group-size 2, confidence, speculative --draft 2
+    random:group=2, confidence, speculative:draft=2
 """),
     ),
 ]
@@ -413,12 +410,8 @@ RAGGED = [  # systems, modes
         lambda system, mode: (
             system == "AO-GPT"
             or mode
-            == (
-                "speculative --draft 2"
-                if system in RELATIVE
-                else "random --group-size 2"
-            )
-            or mode == "mdm --steps 2"
+            == ("speculative:draft=2" if system in RELATIVE else "random:group=2")
+            or mode == "mdm:steps=2"
         ),
         SAME_WAY,
     ),
@@ -449,8 +442,8 @@ def test_rows_of_different_lengths_follow_the_distribution_of_their_own_length(
 
 RULES = (
     modes("""
-    confidence, entropy, margin, confidence --group-size 2, l2r,
-    random --group-size 3
+    confidence, entropy, margin, confidence:group=2, l2r,
+    random:group=3
 """)
     + PACED
 )
@@ -462,9 +455,9 @@ RULES = (
     + [
         (s, 2, mode)
         for s in ("two_stream", "mask_query", *ENCODERS)
-        for mode in ("margin", "confidence --threshold 0.45 --block 3")
+        for mode in ("margin", "confidence:threshold=0.45,block=3")
     ]
-    + [("target rotary", 2, mode) for mode in ("l2r", "random --group-size 3")],
+    + [("target rotary", 2, mode) for mode in ("l2r", "random:group=3")],
 )
 def test_forced_texts_have_the_probabilities_that_decoding_draws_them_with(
     system, seed, mode
@@ -642,32 +635,32 @@ def every_mode_of(quick_modes):
 QUICK_LOG_PROBS = {
     "mask_query": OF_EACH_KIND,
     # Candidates at all free positions are predicted for their targets.
-    "sigma-GPT": ["confidence --group-size 2"],
-    "AO-GPT": ["confidence --group-size 2"],
-    "AO-GPT, rotary": ["confidence --group-size 2"],
-    "shared": ["confidence --group-size 2"],
-    "per_block": ["confidence --group-size 2"],
-    "per_block, both": ["confidence --group-size 2"],
+    "sigma-GPT": ["confidence:group=2"],
+    "AO-GPT": ["confidence:group=2"],
+    "AO-GPT, rotary": ["confidence:group=2"],
+    "shared": ["confidence:group=2"],
+    "per_block": ["confidence:group=2"],
+    "per_block, both": ["confidence:group=2"],
     # Tokens of a group see each other, or are predicted one by one.
-    "two_stream": ["even --steps 2"],
-    ONE_BY_ONE: ["even --steps 2"],
+    "two_stream": ["even:steps=2"],
+    ONE_BY_ONE: ["even:steps=2"],
     # Relative positions: drafts are verified at targets that rotate the queries.
     "target rotary": SPECULATIVE,
     "Llama": SPECULATIVE,
-    "mask_query, rotary": ["speculative --draft 2"],
+    "mask_query, rotary": ["speculative:draft=2"],
     "GPT-2": ["l2r"],
     ROTARY_GPT: ["l2r"],
     # No cache; that of SEDD is conditioned on the share of masks.
-    "RADD": ["random", "confidence --threshold 0.45 --block 3"],
-    "SEDD": ["mdm --steps 3 --schedule cosine", "margin --group-size 2"],
-    "encoder AO-GPT": ["l2r", "entropy --group-size 3"],
+    "RADD": ["random", "confidence:threshold=0.45,block=3"],
+    "SEDD": ["mdm:steps=3,schedule=cosine", "margin:group=2"],
+    "encoder AO-GPT": ["l2r", "entropy:group=3"],
 }
 QUICK_ALONE = {
     "AO-GPT": OF_EACH_KIND,
-    "two_stream": ["random --group-size 2"],  # tokens of a group see each other
-    "mask_query": ["confidence --group-size 2"],  # candidates are inputs of their own
+    "two_stream": ["random:group=2"],  # tokens of a group see each other
+    "mask_query": ["confidence:group=2"],  # candidates are inputs of their own
     "GPT-2": ["l2r"],
-    "SEDD": ["even --steps 3 --schedule cosine"],  # the share of masks is an input
+    "SEDD": ["even:steps=3,schedule=cosine"],  # the share of masks is an input
     "encoder AO-GPT": ["entropy"],  # every step reads the whole row
 }
 
@@ -677,7 +670,7 @@ def adaptive_reference(model, tokens, context, mode):
     """Return step and log-probability of every position of one finished row (T,),
     without a cache."""
     options = options_of(mode)
-    by = options.unmask_by
+    by = options.name
     steps = [-1] * len(tokens)
     log_probs = torch.zeros(len(tokens))
     step = 0
@@ -752,7 +745,7 @@ def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
     assert (got.log_probs[~free] == 0).all()
 
 
-SIMPLE_MODES = modes("l2r, l2r --group-size 3, random --group-size 2, mdm --steps 4")
+SIMPLE_MODES = modes("l2r, l2r:group=3, random:group=2, mdm:steps=4")
 
 
 @pytest.mark.parametrize(
@@ -856,8 +849,8 @@ def test_samples_of_a_seed_are_the_same_and_leave_the_global_generator_alone(mod
 @pytest.mark.parametrize(
     "mode",
     some_slow(
-        [("l2r",), ("even --steps 8",), ("mdm --steps 16",)],
-        lambda mode: mode == "even --steps 8",
+        [("l2r",), ("even:steps=8",), ("mdm:steps=16",)],
+        lambda mode: mode == "even:steps=8",
         "a large model, several seconds",
     ),
 )
@@ -939,8 +932,8 @@ class FactoryFunctions(TorchDispatchMode):
         itertools.product(
             ["AO-GPT", "two_stream", "mask_query", "target rotary", "SEDD"],
             modes("""
-                mdm --steps 3, entropy --group-size 2, entropy --entropy-bound 0.95,
-                speculative --order l2r --draft 3
+                mdm:steps=3, entropy:group=2, entropy:entropy_bound=0.95,
+                speculative:order=l2r,draft=3
             """),
         ),
         lambda system, mode: system == "AO-GPT" or mode.startswith("mdm"),
@@ -950,7 +943,7 @@ class FactoryFunctions(TorchDispatchMode):
 def test_on_a_device_without_float64_the_same_tokens_are_drawn(
     system, mode, monkeypatch
 ):
-    if system == "SEDD" and mode == "speculative --order l2r --draft 3":
+    if system == "SEDD" and mode == "speculative:order=l2r,draft=3":
         return
     given = torch.arange(6).expand(3, -1) < 1  # or relative models prefer no position
     model = text_model(system)
@@ -1007,14 +1000,14 @@ def work(monkeypatch):
     return seen
 
 
-BY_HAND = {"l2r": 12, "mdm --steps 1": 12, "random": 12, "even --steps 4": 12 + 3 * 2}
+BY_HAND = {"l2r": 12, "mdm:steps=1": 12, "random": 12, "even:steps=4": 12 + 3 * 2}
 
 
 @pytest.mark.parametrize(
     "mode, prompted, ragged",
     some_slow(
         itertools.product(
-            [*EVERY_MODE, "mdm --steps 100", "even --steps 4"],
+            [*EVERY_MODE, "mdm:steps=100", "even:steps=4"],
             [False, True],
             [False, True],
         ),
@@ -1043,7 +1036,7 @@ def test_model_calls_and_token_forwards_of_fixed_plans(mode, prompted, ragged, w
     assert got.model_calls == len(work["inputs"])
     assert got.token_forwards == sum(work["inputs"])
     assert sum(progress) == int(plan.generated.sum())
-    fixed = mode in (*FIXED, "mdm --steps 100", "even --steps 4")
+    fixed = mode in (*FIXED, "mdm:steps=100", "even:steps=4")
     steps = group_sizes(plan).bool().sum(1).tolist()
     if fixed:
         assert got.model_calls == max(steps) == len(progress)
@@ -1071,7 +1064,7 @@ def test_model_calls_and_token_forwards_of_fixed_plans(mode, prompted, ragged, w
 def test_speculation_never_takes_more_calls_than_one_position_a_step(draft, seed):
     """Two calls settle at least two positions: the first draft, and one that is
     verified."""
-    plan = speculative_plan(7, LENGTHS, draft, seeded(seed))
+    plan = speculative_plan(Samples(7, LENGTHS, seeded(seed)), draft)
     got = generate(text_model(), plan, generator=seeded(seed + 5))
     assert got.model_calls <= LENGTH
     for row, length in zip(got.step.tolist(), LENGTHS.tolist(), strict=True):
@@ -1091,7 +1084,9 @@ def test_speculation_accepts_every_draft_where_positions_are_independent(draft):
         for block in model.blocks:
             block.attn.proj.weight.zero_()
     got = generate(
-        model, speculative_plan(4, LENGTH, draft, seeded(0)), generator=seeded(1)
+        model,
+        speculative_plan(Samples(4, LENGTH, seeded(0)), draft),
+        generator=seeded(1),
     )
     rounds = -(-LENGTH // (draft + 1))
     assert got.model_calls == 2 * rounds - (LENGTH % (draft + 1) == 1) < LENGTH
@@ -1115,8 +1110,8 @@ def test_where_there_is_nothing_to_generate_no_call_is_made():
     tokens = random_tokens(vocab_size=17, batch_size=2, length=LENGTH, seed=0)
     all_given = torch.ones(2, LENGTH).bool()
     for plan, given in (
-        (l2r_plan(2, 0), None),
-        (l2r_plan(2, LENGTH, all_given), tokens),
+        (order_plan(Samples(2, 0), "l2r"), None),
+        (order_plan(Samples(2, LENGTH, given=all_given), "l2r"), tokens),
     ):
         got = generate(text_model(), plan, given, generator=seeded(0))
         assert torch.equal(got.tokens, tokens[:, : got.tokens.shape[1]])
@@ -1152,7 +1147,7 @@ def test_where_memory_runs_out_the_batch_is_halved_and_the_samples_stay(
 ):
     """Progress ends at what is generated."""
     model = text_model(dtype=torch.float64)
-    plan = make_plan("mdm --steps 5", 8, LENGTH)
+    plan = make_plan("mdm:steps=5", 8, LENGTH)
     progress = []
     whole = generate(model, plan, generator=seeded(0))
     sizes = narrow(2)
@@ -1197,13 +1192,8 @@ def test_a_compiled_step_gives_the_tokens_of_the_eager_one_and_copies_no_cache()
     model = make_system(
         "AO-GPT", 0, tokens=5, n_layer=1, n_embd=8, n_head=2, block_size=29
     )
-    plan = mdm_plan(
-        batch_size=5,
-        length=29,
-        steps=1,
-        generator=seeded(0),
-        given=torch.arange(29).expand(5, -1) > 1,
-    )
+    given = torch.arange(29).expand(5, -1) > 1
+    plan = mdm_plan(Samples(5, 29, seeded(0), given), steps=1)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     tokens = random_tokens(vocab_size=5, batch_size=5, length=29, seed=2)
     eager = generate(model, plan, tokens, generator=seeded(1))
@@ -1226,18 +1216,18 @@ def test_a_compiled_step_gives_the_tokens_of_the_eager_one_and_copies_no_cache()
     "system, mode, top_p",
     some_slow(
         [
-            ("AO-GPT", "even --steps 2", 0.9),
-            ("AO-GPT", "entropy --group-size 5", 1.0),
-            ("AO-GPT", "confidence --threshold 0.45 --block 3", 1.0),
-            ("AO-GPT", "speculative --order l2r --draft 4", 0.9),
-            ("two_stream", "speculative --order l2r --draft 4", 0.9),
-            ("mask_query", "speculative --order l2r --draft 4", 0.9),
-            ("mask_query", "even --steps 2", 1.0),
-            ("SEDD", "even --steps 2", 0.9),
-            ("encoder AO-GPT", "confidence --group-size 6", 1.0),
+            ("AO-GPT", "even:steps=2", 0.9),
+            ("AO-GPT", "entropy:group=5", 1.0),
+            ("AO-GPT", "confidence:threshold=0.45,block=3", 1.0),
+            ("AO-GPT", "speculative:order=l2r,draft=4", 0.9),
+            ("two_stream", "speculative:order=l2r,draft=4", 0.9),
+            ("mask_query", "speculative:order=l2r,draft=4", 0.9),
+            ("mask_query", "even:steps=2", 1.0),
+            ("SEDD", "even:steps=2", 0.9),
+            ("encoder AO-GPT", "confidence:group=6", 1.0),
         ],
         lambda system, mode, top_p: (
-            system == "two_stream" or (system, mode) == ("AO-GPT", "even --steps 2")
+            system == "two_stream" or (system, mode) == ("AO-GPT", "even:steps=2")
         ),
         "each is compiled",
     ),
@@ -1286,11 +1276,11 @@ def steps_of(plan):
 @pytest.mark.parametrize(
     "mode",
     [
-        "mdm --steps 64",
-        "even --steps 64",
-        "mdm --steps 64 --schedule cosine",
-        "mdm --steps 1024",
-        "entropy --group-size 16",
+        "mdm:steps=64",
+        "even:steps=64",
+        "mdm:steps=64,schedule=cosine",
+        "mdm:steps=1024",
+        "entropy:group=16",
     ],
 )
 @pytest.mark.parametrize("prompted", [False, True], ids=["unprompted", "prompted"])
@@ -1318,9 +1308,9 @@ def test_a_plan_takes_few_shapes_and_another_plan_of_its_kind_hardly_a_new_one(
     "mode",
     [
         "l2r",
-        "mdm --steps 4",
-        "mdm --steps 4 --schedule cosine",
-        "entropy --group-size 2",
+        "mdm:steps=4",
+        "mdm:steps=4,schedule=cosine",
+        "entropy:group=2",
     ],
 )
 @pytest.mark.parametrize(
@@ -1343,7 +1333,8 @@ def test_no_step_reads_a_value_of_the_device(system, mode, monkeypatch):
         torch.ones(1).item()
 
 
-PROMPTED = l2r_plan(1, 4, torch.tensor([[True, False, False, False]]))
+FIRST = torch.tensor([[True, False, False, False]])
+PROMPTED = order_plan(Samples(1, 4, given=FIRST), "l2r")
 
 
 def double(value, *shape):
@@ -1353,33 +1344,41 @@ def double(value, *shape):
 @pytest.mark.parametrize(
     "plan, arguments, words",
     [
-        (l2r_plan(1, 17), {}, "17 tokens.*up to 16"),
+        (order_plan(Samples(1, 17), "l2r"), {}, "17 tokens.*up to 16"),
         (PROMPTED, {}, "given positions: pass their tokens"),
         (PROMPTED, {"tokens": torch.tensor([[17, 0, 0, 0]])}, "vocabulary of 17"),
-        (l2r_plan(1, 4), {"tokens": torch.zeros(1, 5).long()}, r"\(1, 5\).*\(1, 4\)"),
         (
-            l2r_plan(2, 4),
+            order_plan(Samples(1, 4), "l2r"),
+            {"tokens": torch.zeros(1, 5).long()},
+            r"\(1, 5\).*\(1, 4\)",
+        ),
+        (
+            order_plan(Samples(2, 4), "l2r"),
             {"uniforms": double(0.0, 2, 3)},
             r"uniforms.*\(2, 3\)",
         ),
         (
-            l2r_plan(2, 4),
+            order_plan(Samples(2, 4), "l2r"),
             {"uniforms": double(1.0, 2, 4)},
             r"uniforms.*\[0, 1\)",
         ),
-        (l2r_plan(1, 4), {"forced": torch.zeros(1, 1).long()}, "the plan is for"),
         (
-            dataclasses.replace(l2r_plan(2, 4), unmask_by="oracle"),
+            order_plan(Samples(1, 4), "l2r"),
+            {"forced": torch.zeros(1, 1).long()},
+            "the plan is for",
+        ),
+        (
+            dataclasses.replace(order_plan(Samples(2, 4), "l2r"), unmask_by="oracle"),
             {},
             "the oracle order needs forced tokens",
         ),
         (
-            l2r_plan(1, 4),
+            order_plan(Samples(1, 4), "l2r"),
             {"forced": torch.full((1, 4), 17)},
             "outside the model's vocabulary",
         ),
         (
-            speculative_plan(batch_size=1, length=4, draft=2),
+            speculative_plan(Samples(1, 4), draft=2),
             {"forced": torch.zeros(1, 4).long()},
             "force none",
         ),
@@ -1389,16 +1388,15 @@ def test_generate_refuses_what_it_cannot_do_and_says_why(plan, arguments, words)
     with pytest.raises(ValueError, match=words):
         generate(text_model(), plan, generator=seeded(0), **arguments)
     with pytest.raises(ValueError, match="training mode.*eval"):
-        generate(make_system("AO-GPT").train(), l2r_plan(2, 4), generator=seeded(0))
+        generate(
+            make_system("AO-GPT").train(),
+            order_plan(Samples(2, 4), "l2r"),
+            generator=seeded(0),
+        )
+    plan = speculative_plan(Samples(2, 4), draft=2)
     for system in ("GPT-2", *ENCODERS):
-        with pytest.raises(
-            ValueError, match="speculative decoding needs a decoder that is cond"
-        ):
-            generate(
-                text_model(system),
-                speculative_plan(batch_size=2, length=4, draft=2),
-                generator=seeded(0),
-            )
+        with pytest.raises(ValueError, match="plain GPT|speculation needs causal"):
+            generate(text_model(system), plan, generator=seeded(0))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -1410,9 +1408,9 @@ def test_generate_refuses_what_it_cannot_do_and_says_why(plan, arguments, words)
     "mode",
     [
         "l2r",
-        "even --steps 3",
-        "entropy --group-size 2",
-        "speculative --order l2r --draft 3",
+        "even:steps=3",
+        "entropy:group=2",
+        "speculative:order=l2r,draft=3",
     ],
 )
 def test_a_model_whose_output_is_not_finite_gives_an_error_and_no_samples(
@@ -1428,7 +1426,7 @@ def test_a_model_whose_output_is_not_finite_gives_an_error_and_no_samples(
 @pytest.mark.parametrize("temperature", [1e-5, 1e-300])
 def test_the_lowest_temperatures_are_greedy(temperature):
     model = text_model()
-    plan = l2r_plan(4, LENGTH)
+    plan = order_plan(Samples(4, LENGTH), "l2r")
     uniforms = uniforms_for(4)
     low = generate(model, plan, uniforms=uniforms, choice=TokenChoice(temperature))
     none = generate(model, plan, uniforms=uniforms, choice=TokenChoice(0))
@@ -1437,7 +1435,7 @@ def test_the_lowest_temperatures_are_greedy(temperature):
 
 def test_generation_under_autocast_runs_with_packed_layers():
     model = make_system("AO-GPT", 0, torch.float32)
-    plan = mdm_plan(batch_size=3, length=8, steps=4, generator=seeded(0))
+    plan = mdm_plan(Samples(3, 8, seeded(0)), steps=4)
     with torch.autocast("cpu", torch.bfloat16):
         got = generate(model, plan, uniforms=uniforms_for(3, 8, seed=1))
     assert got.tokens.shape == (3, 8)
@@ -1447,8 +1445,8 @@ def test_generation_under_autocast_runs_with_packed_layers():
 @pytest.mark.parametrize(
     "mode",
     modes("""
-    l2r, l2r --group-size 3, random --group-size 2, mdm --steps 9,
-    confidence --group-size 2
+    l2r, l2r:group=3, random:group=2, mdm:steps=9,
+    confidence:group=2
 """),
 )
 @pytest.mark.parametrize(
@@ -1481,7 +1479,7 @@ def test_a_sample_that_has_ended_takes_no_more_passes(system, mode):
         assert short.token_forwards < whole.token_forwards
 
 
-@pytest.mark.parametrize("mode", ["confidence", "entropy", "margin --group-size 3"])
+@pytest.mark.parametrize("mode", ["confidence", "entropy", "margin:group=3"])
 @pytest.mark.parametrize("system", ["RADD", "SEDD"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equal_scores_follow_the_order_of_the_plan(system, mode, dtype):
@@ -1565,10 +1563,10 @@ def test_the_simple_sampler_refuses_what_it_cannot_use(system, changes, words):
         simple_generate(make_system("AO-GPT").train(), ORDER, [1] * 4, UNIFORMS)
 
 
-@pytest.mark.parametrize("mode", ["random", "l2r --group-size 2", "mdm --steps 2"])
+@pytest.mark.parametrize("mode", ["random", "l2r:group=2", "mdm:steps=2"])
 def test_a_plain_gpt_follows_no_plan_but_one_by_one_from_left_to_right(mode):
     """It has one prediction for all positions: samples would be wrong."""
     plan = make_plan(mode, 2, LENGTH, seed=1)
     for system in GPTS:
-        with pytest.raises(UserError, match="plain GPT.*l2r_plan of groups of 1"):
+        with pytest.raises(UserError, match="plain GPT.*mode l2r, one token a step"):
             generate(text_model(system), plan, generator=seeded(0))

@@ -44,7 +44,7 @@ def test_from_a_text_file_to_samples_with_bytes(printed, tmp_path):
     validated = read_lines(letters / "metrics.jsonl")[-1]
     assert all(f"val_loss_{kind}" in validated for kind in losses)
 
-    options = "--num-samples 3 --steps 16 --prompt cccccccc".split()
+    options = "--num-samples 3 --mode mdm:steps=16 --prompt cccccccc".split()
     printed(sample, letters, *options, "--jsonl", samples)
     lines = read_lines(samples)
     assert len(lines) == 3

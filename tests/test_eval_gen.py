@@ -379,7 +379,7 @@ def test_two_processes_give_the_numbers_of_one(
     """Also with fewer samples than processes, and for samples of a file."""
     path = write_texts([f"any order {i}" for i in range(3)])
     common = [run, "--samples", path, "--judge", run, "--num-samples", count]
-    common += ["--steps", 4, "--seed", 3]
+    common += ["--mode", "mdm:steps=4", "--seed", 3]
     torchrun(2, "eval_gen.py", *common, "--json", tmp_path / "two.json")
     two = json.loads((tmp_path / "two.json").read_text())
     one = report(*common)
@@ -401,18 +401,18 @@ def test_given_tokens_are_counted_and_said(script, report, run, tmp_path):
 
 def test_a_sweep_over_runs_and_steps_is_one_table(script, run, encoder, tmp_path):
     options = ["--json", tmp_path / "gen.json"]
-    options += "--num-samples 4 --steps 2 8 --temperature 0.9 --top-p 0.95".split()
-    options += "--top-k 50".split()
+    options += "--num-samples 4 --mode mdm:steps=2 mdm:steps=8".split()
+    options += "--temperature 0.9 --top-p 0.95 --top-k 50".split()
     status, out, err = script(eval_gen, run, encoder, "--judge", run, *options)
     assert status == 0, err
     rows = json.loads((tmp_path / "gen.json").read_text())["rows"]
     text = (tmp_path / "gen.md").read_text()
     samplers = [row["sampler"] for row in rows]
-    names = ("run", "temperature", "top_p", "steps")
+    names = ("run", "temperature", "top_p", "mode")
     expected = []
     for folder in (run, encoder):
         for steps in (2, 8):
-            expected.append([str(folder), 0.9, 0.95, steps])
+            expected.append([str(folder), 0.9, 0.95, f"mdm:steps={steps}"])
     assert [[sampler[name] for name in names] for sampler in samplers] == expected
     for sampler in samplers:
         assert sampler["dtype"] == "float32"
@@ -421,8 +421,8 @@ def test_a_sweep_over_runs_and_steps_is_one_table(script, run, encoder, tmp_path
         assert sampler["length"] == LENGTH
         assert "(step" in sampler["checkpoint"]
         assert sampler["versions"]["torch"] == torch.__version__
-    for row in rows:
-        assert 0 < row["nfe"] <= row["sampler"]["steps"]
+    for row, steps in zip(rows, (2, 8, 2, 8), strict=True):
+        assert 0 < row["nfe"] <= steps
         assert row["seconds"] > 0
         assert row["perplexity_low"] < row["perplexity"] < row["perplexity_high"]
     table = [line for line in out.splitlines() if line.startswith("|")]
@@ -434,18 +434,11 @@ def test_a_sweep_over_runs_and_steps_is_one_table(script, run, encoder, tmp_path
     assert "top_k 50" in text
 
 
-@pytest.mark.parametrize(
-    "mode, option, sizes",
-    [("l2r", "--group-size", [1, 4]), ("speculative", "--draft", [2, 5])],
-)
-def test_a_run_in_another_mode_sweeps_what_that_mode_has(
-    report, run, mode, option, sizes
-):
-    common = [run, "--judge", run, "--mode", mode, "--num-samples", 2]
-    rows = report(*common, option, *sizes)["rows"]
-    key = option[2:].replace("-", "_")
-    assert [row["sampler"][key] for row in rows] == sizes
-    assert all(row["sampler"]["steps"] is None for row in rows)
+def test_a_table_compares_modes(report, run):
+    words = [run, "--judge", run, "--num-samples", 2, "--mode"]
+    sweep = ["l2r", "l2r:group=4", "speculative:draft=2", "entropy:entropy_bound=0"]
+    rows = report(*words, *sweep)["rows"]
+    assert [row["sampler"]["mode"] for row in rows] == sweep
     assert rows[1]["nfe"] < rows[0]["nfe"]
 
 
@@ -466,14 +459,14 @@ def fails(script):
     [
         ([], "name a run (out/NAME)"),
         (
-            ["RUN", "--mode", "l2r", "--steps", 4],
-            "--steps has no meaning with --mode l2r",
+            ["RUN", "--mode", "mdm:steps=4", "l2r:steps=4"],
+            "--mode l2r:steps=4: 'steps' is not a setting of l2r",
         ),
         (["RUN", "--length", LENGTH + 1], f"give at most its block size, {LENGTH}"),
         (["ENCODER", "--mode", "speculative"], "needs causal attention"),
         (
-            ["PLAIN"],
-            "--mode mdm needs a model that is conditioned on the target position",
+            ["PLAIN", "--mode", "mdm"],
+            "plain GPT",
         ),
         (
             ["--samples", "nowhere.jsonl"],
@@ -580,31 +573,17 @@ def test_notes_name_every_setting_that_is_not_at_its_default(script, run):
     status, out, err = script(eval_gen, run, *words)
     assert status == 0, err
     assert "top_k" not in out
-    assert "schedule" not in out
     status, out, err = script(eval_gen, run, *words, "--top-k", 25)
     assert status == 0, err
     assert "top_k 25" in out
 
 
-@pytest.mark.parametrize(
-    "options, name",
-    [
-        ("--mode l2r --group-size 4", "l2r 4"),
-        (
-            "--mode confidence --group-size 4 --threshold 0.9",
-            "adaptive 4, threshold 0.9",
-        ),
-        ("--mode adaptive --threshold 0.9", "adaptive, threshold 0.9"),
-        ("--mode entropy --entropy-bound 0", "adaptive, entropy bound 0"),
-    ],
-)
-def test_the_table_names_the_size_and_the_limits_of_a_sampler(
-    script, run, options, name
-):
-    words = ["--judge", run, "--num-samples", 2, "--length", 9, *options.split()]
+@pytest.mark.parametrize("mode", ["l2r:group=4", "confidence:group=4,threshold=0.9"])
+def test_the_table_names_the_mode(script, run, mode):
+    words = ["--judge", run, "--num-samples", 2, "--length", 9, "--mode", mode]
     status, out, err = script(eval_gen, run, *words)
     assert status == 0, err
-    assert f"| {run} | {name} |" in " ".join(out.split())
+    assert f"| {run} | {mode} |" in " ".join(out.split())
 
 
 def test_notes_say_how_many_tokens_a_sample_has(script, run, write):

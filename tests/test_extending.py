@@ -97,7 +97,7 @@ def test_an_order_is_a_line_and_a_case(project):
     project.train("aogpt_small", "--order.kind", "even_first")
     assert "even_first" in (project.folder / "out" / "run" / "config.toml").read_text()
     assert "even_first" in project.losses("--orders", "l2r", "even_first")
-    for sample in project.samples("--order", "even_first", "--num-samples", 2):
+    for sample in project.samples("--mode", "even_first", "--num-samples", 2):
         assert sample["order"] == [*range(0, 32, 2), *range(1, 32, 2)]
     mixture = "--order.kind mixture --order.mixed even_first".split()
     project.train("aogpt_small", *mixture, name="mixed")
@@ -221,22 +221,43 @@ assert title_of(row) == "the model's, by id_zero"
 config = ModelConfig(vocab_size=8, block_size=8, n_layer=1, n_head=1, n_embd=8)
 model = AOGPT(config).eval()
 
-def samples(threshold):
-    options = modes.DecodingOptions(mode="id_zero", threshold=threshold)
-    options = modes.with_mode_defaults(options)
-    assert "unmask_by id_zero" in modes.changed_settings(vars(options))
-    planned = modes.plan_samples(options, [[None] * 8], seed=1)
+def samples(mode):
+    options = modes.DecodingOptions(mode=mode)
+    planned = modes.plan_samples(options.plan, [[None] * 8], seed=1)
     alone = Processes(0, 1, torch.device("cpu"))
     return modes.generate_distributed(model, planned, options, 8, alone)
 
-slow = samples(None)
+slow = samples("id_zero")
 assert slow.step.max() == 7
 # No log-probability is 2 - 1.5: one position a step. All are above 2 - 99.
-assert samples(1.5).order.equal(slow.order)
-assert samples(99.0).step.max() == 0
+assert samples("id_zero:threshold=1.5").order.equal(slow.order)
+assert samples("id_zero:threshold=99").step.max() == 0
 """
     (project.folder / "check.py").write_text(check)
     project.run("check.py")
+
+
+@pytest.mark.slow(reason="five processes")
+def test_a_mode_is_a_function_and_a_row(project):
+    """The one of docs/sampling.md: every second position first."""
+    page = (ROOT / "docs" / "sampling.md").read_text()
+    code = page.partition("def halves_plan")[2].partition("```")[0]
+    project.edit(
+        "aogpt/sampling/plans.py",
+        "def stack_plans(",
+        f"def halves_plan{code}\n\ndef stack_plans(",
+    )
+    project.train("aogpt_small")
+    shown = project.run("sample.py", "--help").replace("│", " ")
+    assert "halves (first=0, group=1): Fill in every" in " ".join(shown.split())
+    for sample in project.samples("--mode", "halves", "--num-samples", 2):
+        assert sample["order"] == [*range(0, 32, 2), *range(1, 32, 2)]
+        assert sample["settings"]["mode"] == "halves"
+    for sample in project.samples("--mode", "halves:first=1,group=4"):
+        assert sample["order"] == [*range(1, 32, 2), *range(0, 32, 2)]
+        assert max(sample["step"]) == 7
+    judged = "out/run --judge out/run --num-samples 2 --mode halves halves:group=8"
+    assert "| halves:group=8 |" in project.run("eval_gen.py", *judged.split())
 
 
 @pytest.mark.slow(reason="three processes")

@@ -24,10 +24,10 @@ from helpers import (
 from aogpt.runtime.devices import autocast
 from aogpt.sampling import (
     Engine,
+    Samples,
     TokenChoice,
-    l2r_plan,
     mdm_plan,
-    random_plan,
+    order_plan,
     speculative_plan,
 )
 from aogpt.sampling.token_choice import choose_tokens
@@ -244,9 +244,10 @@ def test_cached_decoding_is_the_uncached_model(device, name):
     T = config.model.block_size
     generator = torch.Generator().manual_seed(1)
     uniforms = torch.rand(B, T, generator=generator, dtype=torch.float64)
-    plans = [l2r_plan(B, T) if config.model.l2r_only else random_plan(B, T, generator)]
+    order = "l2r" if config.model.l2r_only else "random"
+    plans = [order_plan(Samples(B, T, generator), order)]
     if not (config.model.is_encoder or config.model.l2r_only):
-        plans.append(speculative_plan(B, T, 4, generator))
+        plans.append(speculative_plan(Samples(B, T, generator), 4))
     model = copy.deepcopy(exact).float().to(device)
     for plan in plans:
         done = engine_of(model, plan).generate(plan, uniforms=uniforms)
@@ -276,7 +277,10 @@ def test_compiled_decoding_is_eager_decoding_and_compiles_nothing_twice(device, 
     generator = torch.Generator().manual_seed(1)
     B = 5
     T = config.model.block_size
-    plan = l2r_plan(B, T) if config.model.l2r_only else mdm_plan(B, T, 12, generator)
+    batch = Samples(B, T, generator)
+    plan = mdm_plan(batch, 12)
+    if config.model.l2r_only:
+        plan = order_plan(batch, "l2r")
     uniforms = torch.rand(B, T, generator=generator, dtype=torch.float64)
     expected = engine_of(model, plan).generate(plan, uniforms=uniforms)
     torch._dynamo.reset()

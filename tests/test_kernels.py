@@ -196,22 +196,22 @@ def small_system(system):
     "system, mode",
     some_slow(
         [
-            ("AO-GPT", "mdm --steps 3"),
-            ("target rotary", "confidence --group-size 2"),
+            ("AO-GPT", "mdm:steps=3"),
+            ("target rotary", "confidence:group=2"),
             ("GPT-2", "l2r"),
-            ("AO-GPT, rotary", "speculative --order l2r --draft 3"),
-            ("two_stream", "even --steps 3"),
-            ("Llama", "random --group-size 3"),
+            ("AO-GPT, rotary", "speculative:order=l2r,draft=3"),
+            ("two_stream", "even:steps=3"),
+            ("Llama", "random:group=3"),
             ("Llama, plain", "l2r"),
-            ("sigma-GPT", "speculative --draft 4"),
-            ("shared", "confidence --threshold 0.45 --block 3"),
-            ("per_block", "mdm --steps 3 --schedule cosine"),
-            ("AO-GPT", "entropy --entropy-bound 0.95"),
-            ("AO-GPT", "speculative --order l2r --draft 4"),
-            ("AO-GPT", "entropy --group-size 3"),
-            ("SEDD", "even --steps 3"),
+            ("sigma-GPT", "speculative:draft=4"),
+            ("shared", "confidence:threshold=0.45,block=3"),
+            ("per_block", "mdm:steps=3,schedule=cosine"),
+            ("AO-GPT", "entropy:entropy_bound=0.95"),
+            ("AO-GPT", "speculative:order=l2r,draft=4"),
+            ("AO-GPT", "entropy:group=3"),
+            ("SEDD", "even:steps=3"),
         ],
-        lambda system, mode: (system, mode) == ("AO-GPT", "mdm --steps 3"),
+        lambda system, mode: (system, mode) == ("AO-GPT", "mdm:steps=3"),
         INTERPRETED,
     ),
 )
@@ -294,13 +294,13 @@ def test_sizes_of_graphs_grow_by_a_quarter_at_most():
 @pytest.mark.parametrize(
     "system, mode",
     [
-        ("AO-GPT", "mdm --steps 6"),
+        ("AO-GPT", "mdm:steps=6"),
         ("GPT-2", "l2r"),
-        ("AO-GPT", "confidence --group-size 3"),
-        ("target rotary", "speculative --order l2r --draft 3"),
-        ("AO-GPT", "confidence --threshold 0.45 --block 3"),
-        ("two_stream", "even --steps 4"),
-        ("SEDD", "even --steps 4"),
+        ("AO-GPT", "confidence:group=3"),
+        ("target rotary", "speculative:order=l2r,draft=3"),
+        ("AO-GPT", "confidence:threshold=0.45,block=3"),
+        ("two_stream", "even:steps=4"),
+        ("SEDD", "even:steps=4"),
     ],
 )
 def test_replayed_steps_are_eager_steps(system, mode, graphs):
@@ -334,7 +334,7 @@ def test_replayed_steps_are_eager_steps(system, mode, graphs):
         assert (eager.log_probs - got.log_probs).abs().max() < 1e-5
         stages = {key[0] for key in fast_engine.graphs.graphs}
         assert (fast_engine.predicting in stages) == (system != "two_stream")
-        unmasks = not (mode.startswith("speculative") or "--threshold" in mode)
+        unmasks = not (mode.startswith("speculative") or "threshold" in mode)
         assert (fast_engine.unmasking in stages) == unmasks
     before = len(fast_engine.graphs.graphs)
     fast_engine.generate(plan, tokens, generator=seeded(3))
@@ -370,7 +370,7 @@ def test_three_plans_record_the_ladder_at_most_and_never_within_a_plan(
     monkeypatch.setattr(compiled.GraphRunner, "__call__", call)
     fast_engine = Engine(model, 8, 1024, compile=True)
     for seed in range(3):
-        plan = make_plan("mdm --steps 256", 8, 1024, seed=seed)
+        plan = make_plan("mdm:steps=256", 8, 1024, seed=seed)
         begun = len(used)
         fast_engine.generate(plan, generator=seeded(seed))
         assert len(used) - begun > 500  # two stages a step
@@ -391,7 +391,7 @@ def test_a_step_too_large_for_a_graph_runs_without_one(graphs, monkeypatch):
     compiled.ladder.cache_clear()
     model = small_system("AO-GPT")
     given = torch.arange(12).expand(3, -1) < 8
-    plan = make_plan("even --steps 3", 3, torch.tensor([12, 12, 9]), given)
+    plan = make_plan("even:steps=3", 3, torch.tensor([12, 12, 9]), given)
     tokens = random_tokens(vocab_size=11, batch_size=3, length=12, seed=2)
     eager = generate(model, plan, tokens, generator=seeded(2))
     fast_engine = Engine(model, 3, 12, compile=True)
@@ -407,13 +407,13 @@ def test_a_step_too_large_for_a_graph_runs_without_one(graphs, monkeypatch):
 def test_recording_is_shown_and_its_time_is_kept_apart(graphs, capsys):
     fast_engine = Engine(small_system("AO-GPT"), 3, 12, compile=True)
     assert fast_engine.graphs.seconds == 0
-    fast_engine.generate(make_plan("mdm --steps 6", 3, 12), generator=seeded(0))
+    fast_engine.generate(make_plan("mdm:steps=6", 3, 12), generator=seeded(0))
     said = capsys.readouterr().err
     count = len(fast_engine.graphs.graphs)
     assert f"recorded {count} CUDA graphs in " in said
     seconds = fast_engine.graphs.seconds
     assert seconds > 0
-    fast_engine.generate(make_plan("mdm --steps 6", 3, 12), generator=seeded(0))
+    fast_engine.generate(make_plan("mdm:steps=6", 3, 12), generator=seeded(0))
     assert fast_engine.graphs.seconds == seconds
     assert not capsys.readouterr().err
 

@@ -74,7 +74,7 @@ def test_names_that_other_programs_import():
         "group_sizes",
     ):
         assert callable(getattr(sampling, name))
-    for kind in ("l2r", "random", "mdm", "adaptive", "speculative"):
+    for kind in ("order", "mdm", "even", "score", "speculative"):
         assert callable(getattr(sampling, f"{kind}_plan"))
     for name in ("build_model", "check_config"):
         assert callable(getattr(systems, name))

@@ -423,8 +423,7 @@ def test_a_mask_of_another_type_is_refused_wherever_one_is_taken(dtype):
         ),
         lambda m: encoder(tokens, m),
         lambda m: encoder.masked_hidden(tokens, m),
-        lambda m: sampling.l2r_plan(2, 4, m),
-        lambda m: sampling.random_plan(2, 4, torch.Generator(), m),
+        lambda m: sampling.Samples(2, 4, given=m),
         lambda m: contexts_of(tokens, m, torch.tensor([4, 4])),
     ):
         take(mask.bool())

@@ -15,14 +15,12 @@ from aogpt.objectives import ObjectiveConfig, evaluation_masks, masks_at, token_
 from aogpt.orders import OrderConfig, orders_at
 from aogpt.runtime import randomness
 from aogpt.sampling import modes
-from aogpt.sampling.modes import DecodingOptions, with_mode_defaults
+from aogpt.sampling.modes import DecodingOptions, parse_mode
 
 LENGTH = 6
 ROWS = range(5)
 RANDOM = OrderConfig("random")
 TOKENS = random_tokens(vocab_size=11, batch_size=len(ROWS), length=LENGTH, seed=0)
-OPTIONS = with_mode_defaults(DecodingOptions(mode="random"))
-
 MODEL = make_system("AO-GPT", 0)
 
 
@@ -44,7 +42,9 @@ USES = {
     "ensembles": lambda: cheap_gains(
         MODEL, TOKENS, (2,), seed=7, draw=3, rows=ROWS, batch_size=9
     ),
-    "samples": lambda: modes.plan_samples(OPTIONS, [[None] * LENGTH] * 4, 7, 5),
+    "samples": lambda: modes.plan_samples(
+        parse_mode("random"), [[None] * LENGTH] * 4, 7, 5
+    ),
     "shuffle": bits(randomness.SHUFFLE, range(1), 30),
     "dropout": bits(randomness.DROPOUT, ROWS, 1),
 }
@@ -138,8 +138,9 @@ def test_the_order_of_a_sample_says_nothing_of_its_tokens(mode, monkeypatch):
         model.head.weight.zero_()
         model.head.bias.zero_()
     N = 1200
-    options = with_mode_defaults(DecodingOptions(mode=mode, batch_size=N))
-    modes.generate_rows(model, [[None] * 8] * N, options, vocab_size=256, seed=0)
+    options = DecodingOptions(mode=mode, batch_size=N)
+    planned = modes.plan_samples(options.plan, [[None] * 8] * N, seed=0)
+    modes.generate_rows(model, planned, options, vocab_size=256)
     place = torch.empty(N, 8).long()
     place.scatter_(1, recorded["plan"].order, torch.arange(8).expand(N, 8))
     cells = place // 2 * 4 + recorded["got"].tokens // 64

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import tyro
 from helpers import (
     LENGTH,
     MODES,
@@ -35,7 +34,7 @@ from aogpt.data.tokenizers import get_tokenizer
 from aogpt.orders import ORDER_KINDS, orders_at, parse_order
 from aogpt.runtime.command_line import visible
 from aogpt.runtime.processes import Processes
-from aogpt.runtime.randomness import PLANS
+from aogpt.runtime.randomness import PLANS, philox_bits
 from aogpt.sampling import engine, modes
 
 ROWS = [
@@ -96,7 +95,7 @@ def test_every_sample_is_printed_and_written_with_all_that_made_it(
     script, run, tmp_path
 ):
     path = tmp_path / "samples.jsonl"
-    words = "--num-samples 3 --steps 5 --seed 4".split()
+    words = "--num-samples 3 --mode mdm:steps=5 --seed 4".split()
     status, out, err = script(sample, run, *words, "--jsonl", path)
     assert status == 0
     lines = read_lines(path)
@@ -106,11 +105,9 @@ def test_every_sample_is_printed_and_written_with_all_that_made_it(
     assert out.count("=== sample") == 3
     expected = {
         "num_samples": 3,
-        "steps": 5,
         "seed": 4,
-        "mode": "mdm",
+        "mode": "mdm:steps=5",
         "top_p": 1.0,
-        "schedule": "linear",
     }
     for line in lines:
         assert visible(line["text"]) in out
@@ -133,11 +130,10 @@ def test_every_sample_is_printed_and_written_with_all_that_made_it(
 EVERY_MODE = {
     **MODES,
     "mdm by length": ["--mode", "mdm"],
-    "even cosine by length": ["--mode", "even", "--schedule", "cosine"],
-    "order": ["--mode", "order", "--order", "slots:block=3", "--group-size", 2],
-    "any": ["--mode", "adaptive", "--unmask-by", "random"],
-    "threshold": ["--mode", "margin", "--threshold", 0.05],
-    "bound": ["--mode", "entropy", "--entropy-bound", 9, "--block", 5],
+    "even cosine by length": ["--mode", "even:schedule=cosine"],
+    "order": ["--mode", "slots:block=3,group=2"],
+    "threshold": ["--mode", "margin:threshold=0.05"],
+    "bound": ["--mode", "entropy:entropy_bound=9,block=5"],
 }
 
 
@@ -152,11 +148,15 @@ def test_every_kind_of_order_is_one_to_sample_by(draw, kind, tmp_path):
         if key in settings:
             text += ":" if text == kind else ","
             text += f"{key}={settings[key]}"
-    order = parse_order(text, "--order")
-    orders = orders_at(
-        order, seed=5, step=0, rows=range(3), length=LENGTH, stream=PLANS
-    ).tolist()
-    words = ["--order", text, "--seed", 5, "--num-samples", 3]
+    numbers = philox_bits(5, 0, range(3), LENGTH, PLANS) >> np.uint64(11)
+    orders = []
+    for row in numbers:  # the first number of a sample is the seed of its order
+        order = parse_order(text, "--mode")
+        (drawn,) = orders_at(order, int(row[0]), 0, range(1), LENGTH).tolist()
+        if kind == "random":
+            drawn = row.argsort().tolist()
+        orders.append(drawn)
+    words = ["--mode", text, "--seed", 5, "--num-samples", 3]
     assert column(draw(*words), "order") == orders
     filled = draw(*words, "--infill", "[MASK:2]the[MASK:11]")
     for line, order in zip(filled, orders, strict=True):
@@ -212,10 +212,9 @@ def test_a_sample_follows_from_the_seed_its_prompt_and_its_number(
         assert len(part) == count * len(some)
     assert samples(rows, 1, 16, seed=4)[0, 0] != whole[0, 0]
 
-    words = list(map(str, EVERY_MODE[mode]))
-    options = modes.with_mode_defaults(tyro.cli(modes.DecodingOptions, args=words))
+    options = modes.DecodingOptions(mode=EVERY_MODE[mode][1])
     contexts = [[116, 104, 101, 32, *[None] * 5], [None] * 7]
-    planned = modes.plan_samples(options, contexts, 3, 3)
+    planned = modes.plan_samples(options.plan, contexts, 3, 3)
     model = checkpoint.load_model(run)
     got = []
     for rank in (0, 1):
@@ -229,7 +228,8 @@ def test_a_sample_follows_from_the_seed_its_prompt_and_its_number(
 def test_two_processes_share_a_file_of_prompts_and_one_writes_the_page(
     draw, run, prompts, tmp_path
 ):
-    arguments = ["--mode", "adaptive", "--num-samples", 3, "--prompts", prompts(ROWS)]
+    arguments = ["--mode", "confidence", "--num-samples", 3]
+    arguments += ["--prompts", prompts(ROWS)]
     files = ["--jsonl", tmp_path / "two.jsonl", "--html", tmp_path / "two.html"]
     done = torchrun(2, "sample.py", run, *arguments, *files)
     two = read_lines(tmp_path / "two.jsonl")
@@ -257,19 +257,19 @@ def test_the_modes_unmask_positions_as_they_say(draw):
     (l2r,) = draw("--mode", "l2r", "--num-samples", 1, "--prompt", "th")
     assert l2r["step"] == [-1, -1, *range(14)]
     assert l2r["model_calls"] == 14
-    (l2r,) = draw("--mode", "l2r", "--num-samples", 1, "--group-size", 5)
+    (l2r,) = draw("--mode", "l2r:group=5", "--num-samples", 1)
     assert l2r["step"] == [0] * 5 + [1] * 5 + [2] * 5 + [3]
     assert l2r["model_calls"] == 4
-    (sizes,) = counts("even --steps 4 --schedule cosine", n=1)
+    (sizes,) = counts("even:steps=4,schedule=cosine", n=1)
     assert sizes == sorted(sizes)
     assert sizes[-1] > 4  # few at first, many at the end
-    assert counts("random --group-size 6") == [[6, 6, 4]] * 3
-    entropy = "adaptive --unmask-by entropy --group-size 6"
+    assert counts("random:group=6") == [[6, 6, 4]] * 3
+    entropy = "entropy:group=6"
     assert counts(entropy) == [[6, 6, 4]] * 3
-    samples = draw("--mode", "random", "--group-size", 6, "--num-samples", 3)
+    samples = draw("--mode", "random:group=6", "--num-samples", 3)
     assert len(set(map(tuple, column(samples, "step")))) == 3
     # exact masked diffusion draws the number of tokens of a step
-    assert len(set(map(tuple, counts("mdm --steps 4", n=20)))) > 5
+    assert len(set(map(tuple, counts("mdm:steps=4", n=20)))) > 5
 
 
 def test_speculation_takes_fewer_calls_and_its_greedy_text_is_that_of_single_steps(
@@ -277,16 +277,14 @@ def test_speculation_takes_fewer_calls_and_its_greedy_text_is_that_of_single_ste
 ):
     common = ["--num-samples", 1, "--temperature", 0, "--prompt", "the mo"]
     (plain_l2r,) = draw("--mode", "l2r", *common)
-    (speculative,) = draw("--mode", "speculative", "--order", "l2r", *common)
+    (speculative,) = draw("--mode", "speculative:order=l2r", *common)
     assert speculative["tokens"] == plain_l2r["tokens"]
-    assert speculative["settings"]["draft"] == 8
-    assert speculative["settings"]["order"] == "l2r"
+    assert speculative["settings"]["mode"] == "speculative:order=l2r"
     assert speculative["step"][6:] == sorted(speculative["step"][6:])
     (random_order,) = draw("--mode", "speculative", *common)
     assert random_order["step"][6:] != sorted(random_order["step"][6:])
-    common += ["--order", "slots:block=4"]
-    (plain_slots,) = draw("--mode", "order", *common)
-    (slots,) = draw("--mode", "speculative", *common)
+    (plain_slots,) = draw("--mode", "slots:block=4", *common)
+    (slots,) = draw("--mode", "speculative:order=slots,block=4", *common)
     assert slots["tokens"] == plain_slots["tokens"]
     assert slots["model_calls"] < plain_slots["model_calls"]
 
@@ -476,17 +474,21 @@ def words(text):
     [
         ("--prompt | xxxxxxxxxxxxxxxx", "16 tokens | --length is 16 | block size"),
         ("--length | 17", "--length is 17 | block size, 16"),
-        ("--steps | 0", "--steps is 0"),
-        (
-            "--mode | l2r | --steps | 4",
-            "--steps has no meaning with --mode l2r | mdm or even",
-        ),
-        ("--group-size | 1", "--group-size | mdm | l2r or random or order or adaptive"),
-        (
-            "--mode | l2r | --group-size | 9999999999",
-            "--group-size is 9999999999 | 2**31",
-        ),
-        ("--mode | speculative | --draft | 1", "--draft is 1 | at least 2"),
+        ("--mode | mmd", "--mode mmd: there is no such mode | mdm, even"),
+        ("--mode | mdm:steps=0", "--mode mdm:steps=0: steps is 0 | at least 1"),
+        ("--mode | mdm:steps=few", "steps is 'few', not of type int"),
+        ("--mode | mdm:steps", "steps is '', not of type int"),
+        ("--mode | mdm:schedule=sine", "schedule is 'sine' | 'linear', 'cosine'"),
+        ("--mode | l2r:steps=4", "'steps' is not a setting of l2r; it has group"),
+        ("--mode | mdm:group=1", "not a setting of mdm; it has steps, schedule"),
+        ("--mode | slots:blok=1", "not a setting of slots; it has group, block"),
+        ("--mode | slots:block=0", "--mode slots:block=0: | block is 0"),
+        ("--mode | l2r:group=9999999999", "group is 9999999999 | 2**31"),
+        ("--mode | speculative:draft=0", "draft is 0 | at least 1"),
+        ("--mode | speculative:order=up", "'up'"),
+        ("--mode | confidence:threshold=2", "the threshold is 2: for confidence"),
+        ("--mode | margin:threshold=nan", "threshold is nan"),
+        ("--mode | file:file=no.npy", "no.npy cannot be read"),
         ("--temperature | -1", "--temperature is -1"),
         ("--jsonl | no/such/x.jsonl", "--jsonl no/such/x.jsonl | there is no folder"),
         ("--html | tests", "--html tests is a folder"),
@@ -496,7 +498,7 @@ def words(text):
         ),
         ("--device | banana", "device 'banana'"),
         ("--seed | 9999999999999999999999", "seed"),
-        ("--stepz | 3", "--stepz | --steps"),
+        ("--modes | l2r", "--modes | --mode"),
         (
             "--prompt | a | --infill | [MASK:1]",
             "one of --prompt, --infill and --prompts",
@@ -571,27 +573,11 @@ def test_a_text_with_masks_that_is_too_long_is_left_out(draw, script, run, tmp_p
     assert f"{path} line 2: text and masks exceed" in err
 
 
-NO_TARGET = "needs a model that is conditioned on the target position"
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (
-            "--mode | adaptive",
-            f"--mode adaptive (by confidence) {NO_TARGET} | "
-            "a plain GPT: leave out --mode",
-        ),
-        ("--mode | mdm", f"--mode mdm {NO_TARGET}"),
-        ("--mode | speculative", f"--mode speculative {NO_TARGET}"),
-        ("--mode | l2r | --group-size | 2", f"--group-size 2 {NO_TARGET}"),
-    ],
-)
-def test_a_model_without_target_positions_goes_left_to_right_only(
-    refused, plain, arguments, message
-):
-    said = refused(*words(arguments), path=plain)
-    assert all(word in said for word in words(message)), said
+@pytest.mark.parametrize("mode", ["confidence", "mdm", "speculative", "l2r:group=2"])
+def test_a_model_without_target_positions_goes_left_to_right_only(refused, plain, mode):
+    said = refused("--mode", mode, path=plain)
+    assert "plain GPT" in said
+    assert "take mode l2r, one token a step" in said
 
 
 def test_a_mask_in_a_prompt_is_told(refused, prompts):
@@ -619,7 +605,7 @@ def test_log_probabilities_follow_from_what_is_written(draw, run):
     1e-5: six digits of float32."""
     model = checkpoint.load_model(run)
     infill = "[MASK:5]the [MASK:6]"
-    for line in draw("--mode", "random", "--group-size", 4, "--infill", infill):
+    for line in draw("--mode", "random:group=4", "--infill", infill):
         tokens = torch.tensor([line["tokens"]])
         order = line["order"]
         steps = [line["step"][position] for position in order]
@@ -660,12 +646,13 @@ def test_what_a_user_expects_of_prompts(draw, script, run, plain, prompts):
     [
         ([], ""),
         (["--mode", "l2r"], ""),
-        (["--mode", "confidence", "--block", 4], ""),
-        (["--mode", "speculative", "--order", "l2r"], ""),
-        (["--mode", "mdm"], "--mode mdm can fill in what follows the end"),
-        (["--mode", "confidence"], "--mode confidence can fill in"),
-        (["--mode", "speculative"], "--mode speculative can fill in"),
-        (["--order", "random"], "--mode order can fill in"),
+        (["--mode", "confidence:block=4"], ""),
+        (["--mode", "speculative:order=l2r"], ""),
+        (["--mode", "mdm"], "this mode can fill in what follows the end"),
+        (["--mode", "confidence"], "this mode can fill in"),
+        (["--mode", "speculative"], "this mode can fill in"),
+        (["--mode", "random"], "this mode can fill in"),
+        (["--mode", "r2l"], "this mode can fill in"),
     ],
 )
 def test_until_end_goes_from_left_to_right_or_names_block(script, run, mode, note):
@@ -673,7 +660,7 @@ def test_until_end_goes_from_left_to_right_or_names_block(script, run, mode, not
     assert status == 0
     if note:
         assert note in err
-        assert "--block" in err
+        assert "block=4" in err
     else:
         assert "note:" not in err
     _, _, err = script(sample, run, "--num-samples", 1, *mode)
@@ -722,7 +709,7 @@ def test_a_huge_number_of_samples_takes_no_more_memory_than_a_part(run, tmp_path
     """The first rows are there long before the last."""
     path = tmp_path / "many.jsonl"
     words = ["--num-samples", "100000000", "--jsonl", str(path), "--device", "cpu"]
-    command = [sys.executable, "sample.py", str(run), *words, "--steps", "2"]
+    command = [sys.executable, "sample.py", str(run), *words, "--mode", "mdm:steps=2"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     wait_for(path.exists, process)
     peak = Path(f"/proc/{process.pid}/status")
@@ -742,8 +729,8 @@ def test_generated_text_is_bold_on_a_terminal():
 
 def test_blocks_longer_than_every_sample_are_told():
     """The orders are then those of one block: from left to right in slots."""
-    for order, is_told in (("slots:block=9", True), ("slots:block=8", False)):
-        options = modes.with_mode_defaults(modes.DecodingOptions(order=order))
-        note = modes.block_note(options, longest=8)
-        assert ("blocks of 9 are longer than the samples, 8 tokens" in note) == is_told
-    assert modes.block_note(modes.with_mode_defaults(modes.DecodingOptions()), 8) == ""
+    told = "blocks of slots:block=9 are longer than the samples, 8 tokens"
+    for mode in ("slots:block=9", "speculative:order=slots,block=9"):
+        assert told in modes.block_note(modes.parse_mode(mode), longest=8)
+    for mode in ("slots:block=8", "mdm", "confidence:block=9"):
+        assert modes.block_note(modes.parse_mode(mode), longest=8) == ""

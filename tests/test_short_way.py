@@ -20,10 +20,10 @@ MOST_OF_STEP = {"functions": 40, "files": 9}
 # After the model is loaded, up to the end of the command: words of sample.py MODEL, and
 # how many functions in how many files they may run.
 MOST_OF_SAMPLES = {
-    "--mode mdm --steps 4 --length 16 --num-samples 2": (108, 15),
-    "": (116, 15),
-    "--mode confidence": (118, 16),
-    "--mode l2r --temperature 0.7 --top-p 0.9 --prompt Once": (117, 15),
+    "--mode mdm:steps=4 --length 16 --num-samples 2": (112, 16),
+    "": (126, 16),
+    "--mode confidence": (118, 17),
+    "--mode l2r --temperature 0.7 --top-p 0.9 --prompt Once": (118, 16),
 }
 MOST_OF_SCORE = {"functions": 102, "files": 14}
 

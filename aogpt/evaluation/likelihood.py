@@ -22,7 +22,7 @@ from ..runtime.command_line import visible
 from ..runtime.devices import out_of_memory, release_memory, tf32
 from ..runtime.processes import Processes
 from ..sampling.engine import generate
-from ..sampling.plans import Pace, Rule, l2r_plan
+from ..sampling.plans import Pace, Rule, Samples, order_plan
 from ..sampling.records import end_first
 from .ensembles import cheap_gains
 from .estimates import Estimate, estimate
@@ -114,7 +114,7 @@ def decoding_nll(
         longest = int(length.max())
         given = roles.given[:, :longest]
     # Equals are taken from left to right.
-    plan = l2r_plan(B, length, given, group)
+    plan = order_plan(Samples(B, length, given=given), "l2r", group)
     if roles is not None and roles.end is not None and roles.end.any():
         plan = end_first(plan)
     pace = rule.pace

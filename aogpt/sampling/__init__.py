@@ -1,18 +1,19 @@
 """Generation by any plan. Read simple.py first, a sampler on one page, then cached.py,
 plans.py and engine.py.
 
-    from aogpt.sampling import generate, mdm_plan
-    plan = mdm_plan(8, 256, steps=64, generator=torch.Generator())
+    from aogpt.sampling import Samples, generate, mdm_plan
+    plan = mdm_plan(Samples(8, 256), steps=64)
     samples = generate(model, plan)"""
 
 from .engine import Engine, Generation, generate
 from .plans import (
     Plan,
-    adaptive_plan,
+    Samples,
+    even_plan,
     group_sizes,
-    l2r_plan,
     mdm_plan,
-    random_plan,
+    order_plan,
+    score_plan,
     speculative_plan,
     stack_plans,
 )

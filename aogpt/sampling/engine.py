@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..model import AOGPT, head_chunk
+from ..model import AOGPT, ModelConfig, head_chunk
 from ..runtime import devices
 from ..runtime.errors import UserError
 from ..systems import log_linear_noise
@@ -26,7 +26,7 @@ from .adaptive import adapt
 from .batch import OnUnmasked, Tally
 from .cached import KVCache, Step, decoding_copy, inputs_kept, make_steps, ragged
 from .compiled import GraphRunner, Stage, few_shapes, ladder, many_shapes
-from .plans import Plan, group_sizes, l2r_plan, stack_plans
+from .plans import Plan, Samples, group_sizes, order_plan, stack_plans
 from .scores import best_first, rounding_of, rule_of, scores_of
 from .speculation import speculate
 from .token_choice import TokenChoice, choose_tokens
@@ -238,17 +238,7 @@ def check_inputs(
         raise UserError(
             f"samples of {T} tokens, but the model takes up to {c.block_size}"
         )
-    if plan.draft and (c.is_encoder or c.l2r_only):
-        raise UserError(
-            "speculative decoding needs a decoder that is conditioned on the target "
-            "position"
-        )
-    if c.l2r_only and not is_one_by_one_l2r(plan):
-        raise UserError(
-            "this model is a plain GPT, which predicts one token after the other from "
-            "left to right: give it an l2r_plan of groups of 1, in which given "
-            "positions are at the beginning"
-        )
+    check_plan(plan, c)
     if plan.draft and forced is not None:
         raise UserError("speculation draws its tokens; force none")
     if plan.unmask_by != "order" and forced is None:
@@ -287,6 +277,21 @@ def check_inputs(
         uniforms=uniforms,
         forced=forced,
     )
+
+
+def check_plan(plan: Plan, config: ModelConfig) -> None:
+    """Raise UserError for a plan that a model cannot follow."""
+    if config.l2r_only and (plan.draft or not is_one_by_one_l2r(plan)):
+        raise UserError(
+            "this model is a plain GPT, which predicts one token after the other from "
+            "left to right: take mode l2r, one token a step, and give the beginning of "
+            "a text alone"
+        )
+    if plan.draft and config.is_encoder:
+        raise UserError(
+            "speculation needs causal attention, which an encoder does not have: take "
+            "another mode"
+        )
 
 
 def is_one_by_one_l2r(plan: Plan) -> bool:
@@ -451,7 +456,8 @@ class Engine:
         uniforms = inputs.uniforms
         forced = inputs.forced
         if missing:
-            plan = stack_plans([plan, l2r_plan(missing, length=0)], T)
+            nothing = order_plan(Samples(missing, length=0), "l2r")
+            plan = stack_plans([plan, nothing], T)
             tokens = F.pad(tokens, (0, 0, 0, missing))
             uniforms = F.pad(uniforms, (0, 0, 0, missing))
         if forced is not None:

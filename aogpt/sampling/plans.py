@@ -3,28 +3,29 @@ runs. Times of masked diffusion do not depend on the model, so this is exact (th
 Lemma 4.1). Every way of generating is a plan; with given positions it is prompting or
 infilling.
 
-Shapes: B samples, T positions of the longest, G groups (a row's own steps that unmask
-something). Arguments of all plans: length is T, or LongTensor (B,) of rows that differ;
-given a BoolTensor (B, T) of positions that are context, or None; generator a CPU
-generator, or the numbers that it would draw, float64 (B, T) in [0, 1), by position: a
-row's plan depends on its own alone."""
+A mode is a function that plans `Samples`, and its name in `MODES`. Its arguments are
+those of the mode on the command line, `--mode mdm:steps=64`, with the types, bounds and
+defaults of its signature; the first sentence of its docstring is its help.
 
+Shapes: B samples, T positions of the longest, G groups (a row's own steps that unmask
+something)."""
+
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ..orders import inverse_permutation, orders_at, parse_order
 from ..runtime.errors import UserError
-from ..runtime.validation import Count, check_value
-from .scores import RuleScore, Score, rule_of
+from ..runtime.validation import Amount, Count
+from .scores import ALL_SCORES, RuleScore, Score, rule_of
 
 Schedule = Literal["linear", "cosine"]
 UnmaskBy = Literal["order", RuleScore]
-Length = int | Tensor
-Given = Tensor | None
-Generator = torch.Generator | Tensor
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,11 @@ class Plan:
             raise UserError(
                 "a plan's steps must be -1 (given) or more and must not fall"
             )
-        check_value(self.unmask_by, UnmaskBy, "a plan's unmask_by")
+        if self.unmask_by not in ("order", *ALL_SCORES):
+            raise UserError(
+                f"a plan's unmask_by is {self.unmask_by!r}; it must be one of 'order', "
+                f"{', '.join(map(repr, ALL_SCORES))}"
+            )
         self.generated = valid & (self.step >= 0)
         given = valid & (self.step < 0)
         self.given = torch.empty_like(given).scatter_(1, self.order, given)
@@ -153,132 +158,175 @@ class Plan:
         return len(self.order)
 
 
-def l2r_plan(
-    batch_size: int, length: Length, given: Given = None, group: int = 1
-) -> Plan:
-    """Plan from left to right, `group` positions a step."""
-    samples = _Samples(batch_size, length, given)
-    return samples.in_groups(samples.position, group)
+class Samples:
+    """The samples that a plan is made for, and the random numbers that it may use.
+
+    length: LongTensor (B,), positions of each sample
+    position: (B, T), 0 to T - 1
+    valid, given: BoolTensor (B, T), positions that a sample has, and those that are
+        context
+    missing: LongTensor (B,), positions to generate
+    uniforms: float64 (B, T) in [0, 1), by position; a row's plan depends on its own
+        numbers alone"""
+
+    def __init__(
+        self,
+        batch_size: int,
+        length: int | Tensor,
+        generator: torch.Generator | Tensor | None = None,
+        given: Tensor | None = None,
+    ):
+        """length: T, or LongTensor (B,) of samples that differ. generator: a CPU
+        generator of `uniforms`, or these numbers."""
+        length = torch.as_tensor(length).cpu()
+        self.length = length.expand(batch_size)
+        self.B = batch_size
+        self.T = int(length.max()) if length.numel() else 0
+        if given is None:
+            given = torch.zeros(self.B, self.T, dtype=torch.bool)
+        if given.dtype != torch.bool:
+            raise UserError(f"given is {given.dtype}; give a boolean tensor")
+        positions = torch.arange(self.T)
+        self.position = positions.expand(self.B, self.T)
+        self.valid = self.position < self.length[:, None]
+        self.given = given.cpu() & self.valid
+        self.missing = self.length - self.given.sum(dim=1)
+        self.generator = generator
+
+    @functools.cached_property
+    def uniforms(self) -> Tensor:
+        if isinstance(self.generator, Tensor):
+            return self.generator
+        return torch.rand(self.B, self.T, generator=self.generator, dtype=torch.float64)
+
+    def keys_of(self, order: str) -> Tensor:
+        """Return numbers (B, T), by position, that rise along an order of each sample.
+        order: KIND or KIND:setting=value, as `parse_order` reads it."""
+        if order == "random":
+            return self.uniforms
+        if order == "l2r":
+            return self.position
+        config = parse_order(order, "order")
+        keys = torch.zeros(self.B, self.T, dtype=torch.long)
+        for row, length in enumerate(self.length.tolist()):
+            if length == 0:
+                continue
+            seed = int(self.uniforms[row, 0] * 2**53)
+            positions = orders_at(config, seed, step=0, rows=range(1), length=length)
+            keys[row, :length] = inverse_permutation(positions)[0]
+        return keys
+
+    def order_by(self, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the order (B, T): given positions in ascending order, then the others
+        by rising key (B, T), numbers from 0 to below T, then those that a row does not
+        have. And the index (B, T) of each entry among the others, negative for given
+        ones."""
+        below_all = self.position.to(key.dtype) - self.T
+        key = torch.where(self.given, below_all, key)
+        key = torch.where(self.valid, key, self.T)
+        order = key.argsort(dim=1, stable=True)
+        number_given = self.given.sum(dim=1, keepdim=True)
+        index = self.position - number_given
+        return order, index
+
+    def in_groups(self, key: Tensor, group: int) -> Plan:
+        """Return the plan of the positions by rising key, `group` in a step."""
+        if group < 1:
+            raise UserError(f"the group is {group}; give at least 1")
+        order, index = self.order_by(key)
+        step = index // group
+        return Plan(order, step.where(index >= 0, -1), self.length)
+
+    def steps_of(self, steps: int | None) -> Tensor:
+        """Return the steps of each sample, (B, 1): by default one for each position to
+        generate."""
+        if steps is None:
+            return self.missing.clamp(min=1)[:, None]
+        if steps < 1:
+            raise UserError(f"the number of steps is {steps}; give at least 1")
+        return torch.full((self.B, 1), steps)
 
 
-def random_plan(
-    batch_size: int,
-    length: Length,
-    generator: Generator,
-    given: Given = None,
-    group: int = 1,
-) -> Plan:
-    """Plan a uniformly random order, `group` positions a step: positions by rising
-    random number."""
-    samples = _Samples(batch_size, length, given, generator)
-    return samples.in_groups(samples.uniforms, group)
-
-
-def sorted_plan(
-    batch_size: int,
-    length: Length,
-    sort_keys: Tensor,
-    given: Given = None,
-    group: int = 1,
-) -> Plan:
-    """Plan positions by rising key, `group` a step. sort_keys: (B, T) by position, in
-    [0, 1); of an order (B, T) they are `inverse_permutation(order) / T`."""
-    samples = _Samples(batch_size, length, given)
-    return samples.in_groups(sort_keys, group)
+def order_plan(samples: Samples, order: str = "random", group: Count = 1) -> Plan:
+    """Take the next `group` positions of an order in each step. order: a distribution
+    over orders, KIND or KIND:setting=value of orders.py, such as slots:block=8."""
+    return samples.in_groups(samples.keys_of(order), group)
 
 
 def mdm_plan(
-    batch_size: int,
-    length: Length,
-    steps: int | Tensor,
-    generator: Generator,
-    given: Given = None,
-    even: bool = False,
-    schedule: Schedule = "linear",
+    samples: Samples, steps: Count | None = None, schedule: Schedule = "linear"
 ) -> Plan:
-    """Plan masked-diffusion sampling in `steps` steps of equal length (the paper, Lemma
-    4.1), or in a number of its own for each row, LongTensor (B,).
+    """Sample masked diffusion exactly, in `steps` steps of equal length: every position
+    unmasks at a random time of its own.
 
-    Exact: every masked position unmasks at its own random time, so that the number of
-    positions differs from step to step. Even: a random order in groups of the expected
-    sizes, rounded. schedule: the share of masked positions at time t, which runs from 1
-    down to 0. linear: t. cosine: sin(pi t / 2), few positions at first and many at the
-    end (MaskGIT)."""
-    check_value(schedule, Schedule, "the schedule")
-    steps = torch.as_tensor(steps).cpu()
-    if (steps < 1).any():
-        raise UserError("the number of steps must be at least 1")
-    steps = steps.expand(batch_size)
-    steps = steps[:, None]
-    samples = _Samples(batch_size, length, given, generator)
+    The number of positions differs from step to step (the paper, Lemma 4.1). schedule:
+    the share of masked positions at time t, which runs from 1 down to 0. linear: t.
+    cosine: sin(pi t / 2), few positions at first and many at the end (MaskGIT). steps:
+    by default one for each position to generate."""
     order, index = samples.order_by(samples.uniforms)
-    if not even:
-        # Inverse CDF: a position unmasks when the share of unmasked positions has risen
-        # to its number.
-        share = samples.uniforms.gather(1, order)
-        elapsed = share if schedule == "linear" else _cosine_elapsed(share)
-        step = (elapsed * steps).long()
-        step = step.minimum(steps - 1)
-        return Plan(order, step.where(index >= 0, -1), samples.length)
+    row_steps = samples.steps_of(steps)
+    # Inverse CDF: a position unmasks when the share of unmasked positions has risen to
+    # its number.
+    elapsed = elapsed_at(samples.uniforms.gather(1, order), schedule)
+    step = (elapsed * row_steps).long()
+    step = step.minimum(row_steps - 1)
+    return Plan(order, step.where(index >= 0, -1), samples.length)
+
+
+def even_plan(
+    samples: Samples, steps: Count | None = None, schedule: Schedule = "linear"
+) -> Plan:
+    """Take a random order in groups of the sizes that mdm has on average, rounded."""
+    order, index = samples.order_by(samples.uniforms)
     # Entry `index` of n unmasks where the share of unmasked positions is expected to
     # pass it. More steps than positions would leave some empty: a row takes n at most.
-    n = samples.length - samples.given.sum(dim=1)
-    n = n[:, None]
-    row_steps = n.minimum(steps)
+    n = samples.missing[:, None]
+    row_steps = n.minimum(samples.steps_of(steps))
     divisor = n.clamp(min=1)
     if schedule == "linear":  # in integers, so that groups differ by at most one
         step = index * row_steps // divisor
     else:
         middle = (index + 0.5) / divisor
         middle = middle.clamp(0, 1).double()
-        step = (_cosine_elapsed(middle) * row_steps).long()
+        step = (elapsed_at(middle, schedule) * row_steps).long()
     step = step.clamp(max=row_steps - 1)
     return Plan(order, step.where(index >= 0, -1), samples.length)
 
 
-def _cosine_elapsed(share: Tensor) -> Tensor:
-    """Return 1 - t at the time t at which this share u of the positions is unmasked,
-    where u = 1 - sin(pi t / 2)."""
-    return (1 - share).acos() * (2 / math.pi)
+def elapsed_at(share: Tensor, schedule: Schedule) -> Tensor:
+    """Return 1 - t at the time t at which this share u of the positions is unmasked:
+    t = 1 - u, or with cosine u = 1 - sin(pi t / 2)."""
+    if schedule == "linear":
+        return share
+    if schedule == "cosine":
+        return (1 - share).acos() * (2 / math.pi)
+    raise UserError(f"the schedule is {schedule!r}; give 'linear' or 'cosine'")
 
 
-def adaptive_plan(
-    batch_size: int,
-    length: Length,
-    by: Score | Literal["random"],
-    generator: Generator,
-    given: Given = None,
-    group: int | None = 1,
-    threshold: float | None = None,
-    entropy_bound: float | None = None,
-    block: int | None = None,
+def score_plan(
+    samples: Samples,
+    by: Score = "confidence",
+    group: Count | None = None,
+    threshold: Amount | None = None,
+    entropy_bound: Amount | None = None,
+    block: Count | None = None,
 ) -> Plan:
-    """Plan `group` positions a step, chosen by the model as it goes (A3's dynamic
-    resampling), or at random.
+    """Let the model choose the `group` positions of each step, by a score (A3's dynamic
+    resampling).
 
-    threshold, entropy_bound: see `Pace`; `group` is then the most of a step, None: any
-    number. block: positions of blocks that are filled in one after the other
-    (semi-autoregressive, as LLaDA, arXiv 2502.09992)."""
-    if threshold is None and entropy_bound is None and block is None:
-        plan = random_plan(
-            batch_size,
-            length,
-            generator,
-            given,
-            group or 1,
-        )
-        if by == "random":
-            return plan
-        return replace(plan, unmask_by=by)
-    if by == "random":
-        raise UserError("threshold, entropy_bound and block need a score to choose by")
+    threshold, entropy_bound: see `Pace`; `group` is then the most of a step, by default
+    any number, and else 1. block: positions of blocks that are filled in one after the
+    other, counted from the beginning of a sample (semi-autoregressive, as LLaDA, arXiv
+    2502.09992)."""
+    if group is None and threshold is None and entropy_bound is None:
+        group = 1
     if threshold is not None:
         check_threshold(by, threshold)
-    samples = _Samples(batch_size, length, given, generator)
-    block_size = block or max(samples.T, 1)
-    # The order within a block is random, as above: it decides between equals.
-    block_number = samples.position // block_size
+    # A random order, within blocks: it decides between equals.
+    block_number = samples.position // (block or max(samples.T, 1))
     key = block_number + samples.uniforms
+    if threshold is None and entropy_bound is None and block is None:
+        return replace(samples.in_groups(key, group or 1), unmask_by=by)
     order, index = samples.order_by(key)
     return Plan(
         order=order,
@@ -290,29 +338,24 @@ def adaptive_plan(
     )
 
 
-def speculative_plan(
-    batch_size: int,
-    length: Length,
-    draft: int,
-    generator: Generator | None = None,
-    given: Given = None,
-) -> Plan:
-    """Plan to draft `draft` positions in parallel and verify them in one causal pass of
-    the same model (self-speculation, Guo & Ermon 2025); left to right, or in a random
-    order if a generator is given. Samples follow the joint distribution of one position
-    a step."""
-    check_value(draft, Count, "the draft")
-    if generator is None:
-        plan = l2r_plan(batch_size, length, given, group=draft)
-    else:
-        plan = random_plan(
-            batch_size,
-            length,
-            generator,
-            given,
-            group=draft,
-        )
-    return replace(plan, draft=draft)
+def speculative_plan(samples: Samples, draft: Count = 8, order: str = "random") -> Plan:
+    """Draft `draft` positions of an order in parallel, then verify them in one causal
+    pass: the joint distribution of one position a step.
+
+    Self-speculation (Guo & Ermon 2025): the same model drafts and verifies. order: as
+    of `order_plan`."""
+    if draft < 1:
+        raise UserError(f"the draft is {draft}; give at least 1")
+    return replace(order_plan(samples, order, group=draft), draft=draft)
+
+
+# To add a mode: a function, and a row here. Each score of scores.py and each kind of
+# orders of orders.py is a mode as well, of `score_plan` and `order_plan`.
+MODES: dict[str, Callable[..., Plan]] = {
+    "mdm": mdm_plan,
+    "even": even_plan,
+    "speculative": speculative_plan,
+}
 
 
 def stack_plans(plans: list[Plan], length: int | None = None) -> Plan:
@@ -356,55 +399,3 @@ def group_sizes(plan: Plan) -> Tensor:
     sizes = torch.zeros(len(plan.order), groups + 1, dtype=torch.long)
     sizes.scatter_add_(1, group, torch.ones_like(group))
     return sizes[:, 1:]
-
-
-class _Samples:
-    """The lengths and given positions of the samples of a plan, and the numbers that
-    order them."""
-
-    def __init__(
-        self,
-        batch_size: int,
-        length: Length,
-        given: Given,
-        generator: Generator | None = None,
-    ):
-        """generator: of a number in [0, 1) for each position, `uniforms` (B, T)."""
-        length = torch.as_tensor(length).cpu()
-        self.length = length.expand(batch_size)
-        self.B = batch_size
-        self.T = int(length.max()) if length.numel() else 0
-        if given is None:
-            given = torch.zeros(self.B, self.T, dtype=torch.bool)
-        if given.dtype != torch.bool:
-            raise UserError(f"given is {given.dtype}; give a boolean tensor")
-        positions = torch.arange(self.T)
-        self.position = positions.expand(self.B, self.T)
-        self.valid = self.position < self.length[:, None]
-        self.given = given.cpu() & self.valid
-        if torch.is_tensor(generator):
-            self.uniforms = generator
-        elif generator is not None:
-            self.uniforms = torch.rand(
-                self.B, self.T, generator=generator, dtype=torch.float64
-            )
-
-    def order_by(self, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the order (B, T): given positions in ascending order, then the others
-        by rising key (B, T), numbers from 0 to below T, then those that a row does not
-        have. And the index (B, T) of each entry among the others, negative for given
-        ones."""
-        below_all = self.position.to(key.dtype) - self.T
-        key = torch.where(self.given, below_all, key)
-        key = torch.where(self.valid, key, self.T)
-        order = key.argsort(dim=1, stable=True)
-        number_given = self.given.sum(dim=1, keepdim=True)
-        index = self.position - number_given
-        return order, index
-
-    def in_groups(self, key: Tensor, group: int) -> Plan:
-        """Return the plan of the positions by rising key, `group` in a step."""
-        check_value(group, Count, "the group")
-        order, index = self.order_by(key)
-        step = index // group
-        return Plan(order, step.where(index >= 0, -1), self.length)

@@ -45,7 +45,7 @@ def sample_options(config: Config, of_records: bool) -> str:
         return sharper
     if orders.is_any_order or orders.is_l2r:
         return f"--mode l2r {sharper}"  # reads best
-    return f"--order {shlex.quote(orders.option)} {sharper}"  # it knows no other orders
+    return f"--mode {shlex.quote(orders.option)} {sharper}"  # it knows no other orders
 
 
 def newest_and_best(config: Config, progress: Progress) -> str:

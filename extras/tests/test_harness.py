@@ -271,7 +271,7 @@ SAMPLED = {"max_gen_toks": 9, "do_sample": True, "temperature": 0.8, "top_p": 0.
     [
         ("AO-GPT", "l2r"),
         ("AO-GPT", "speculative"),
-        ("AO-GPT", "adaptive"),
+        ("AO-GPT", "confidence"),
         ("RADD", None),
         ("RADD", "even"),
     ],

@@ -12,7 +12,7 @@ from helpers import needs_compiler
 from reference import make_plan, seeded
 
 from aogpt.model import ModelConfig
-from aogpt.sampling import Plan, generate, group_sizes, mdm_plan
+from aogpt.sampling import Plan, Samples, generate, group_sizes, mdm_plan
 from aogpt.systems import build_model
 from studies import bench, decoding_speed, step_speed
 from studies.decoding_speed import DecodeOptions, floor_of, parts_of
@@ -37,7 +37,7 @@ def tiny(options, device="cpu", repeats=2, **settings):
     return options(size="tiny", device=device, repeats=repeats, **settings)
 
 
-@pytest.mark.parametrize("mode", ["mdm --steps 4", "mdm --steps 40", "even --steps 5"])
+@pytest.mark.parametrize("mode", ["mdm:steps=4", "mdm:steps=40", "even:steps=5"])
 def test_a_part_of_a_plan_has_the_same_calls(mode):
     models = {
         "encoder": tiny_model(attention="full", target="none", mask_token=IDS),
@@ -171,7 +171,7 @@ def test_every_system_and_step_is_reported_with_figures_that_agree(tmp_path, scr
     for steps in (4, 32):
         generator = seeded(0)
         # the first is a warm-up
-        _, plan = (mdm_plan(3, 32, steps, generator) for _ in range(2))
+        _, plan = (mdm_plan(Samples(3, 32, generator), steps) for _ in range(2))
         sizes = group_sizes(plan)
         assert {rows[system, steps]["calls"] for system in systems} == {sizes.shape[1]}
         predicted = 32 * int(sizes.count_nonzero())

@@ -192,8 +192,8 @@ def test_the_scripts_prepare_train_and_sample_voice_by_voice(source, tmp_path, p
     voice_by_voice = np.arange(128).reshape(32, 4).T
     np.save(voices, voice_by_voice.reshape(1, -1))
     rows = tmp_path / "made.jsonl"
-    words = ["--num-samples", 1, "--jsonl", rows, "--mode", "order"]
-    printed(sample, tmp_path / "chorales", *words, "--order", f"file:file={voices}")
+    words = ["--num-samples", 1, "--jsonl", rows]
+    printed(sample, tmp_path / "chorales", *words, "--mode", f"file:file={voices}")
     [record] = helpers.read_lines(rows)
     assert record["order"] == np.load(voices)[0].tolist()
     midi = tmp_path / "made.mid"

@@ -135,7 +135,7 @@ def test_the_likelihood_of_the_middle_is_the_product_of_its_conditionals(system,
         assert float(got[b]) == pytest.approx(nll / (end - start), abs=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["l2r", "random", "adaptive"])
+@pytest.mark.parametrize("mode", ["l2r", "random", "confidence"])
 @pytest.mark.parametrize("system", ENCODERS)
 def test_an_encoder_is_sampled_by_the_conditionals_that_it_is_scored_by(
     system, mode, monkeypatch
@@ -158,7 +158,7 @@ def test_an_encoder_is_sampled_by_the_conditionals_that_it_is_scored_by(
         document=torch.zeros(N).long(),
     )
     loaded = Loaded(model, "x", 0, "raw", "bytes", TOKENS)
-    options = modes.with_mode_defaults(DecodingOptions(mode=mode, temperature=0))
+    options = DecodingOptions(mode=mode, temperature=0)
     rows = eval_infill.fill_in(loaded, passages, False, options, seed=0)
     (samples,) = generations
     tokens = samples.tokens
@@ -171,7 +171,7 @@ def test_an_encoder_is_sampled_by_the_conditionals_that_it_is_scored_by(
             logits = masked_logits(model, tokens[b : b + 1], masked[None])
             place = int(masked[:position].sum())  # among the masked ones
             assert rows[b][position] == int(logits[place, :TOKENS].argmax())
-        if mode != "adaptive":
+        if mode != "confidence":
             nothing_after = samples.step[b, end:] > samples.step[b, :end].max()
             assert nothing_after.all()
 
@@ -270,12 +270,12 @@ def test_the_script_reports_what_the_functions_say(
         (str(run), "left", "l2r"),
         (str(run), "both", "l2r"),
         (str(run), "both", "random"),
-        (str(run), "both", "adaptive"),
+        (str(run), "both", "confidence"),
         (str(plain), "left", "l2r"),
         (str(encoder), "left", "l2r"),
         (str(encoder), "both", "l2r"),
         (str(encoder), "both", "random"),
-        (str(encoder), "both", "adaptive"),
+        (str(encoder), "both", "confidence"),
     ]
     assert [(row["run"], row["given"], row["mode"]) for row in rows] == expected
     for row in rows:
@@ -304,7 +304,7 @@ def test_a_run_that_cannot_fill_in_costs_no_results_and_what_is_finished_is_save
     evaluate_once, evaluated = stopping_at_the_second(eval_infill.evaluate)
     monkeypatch.setattr(eval_infill, "evaluate", evaluate_once)
     words = [run, plain, *options, "--mode", "random"]
-    assert "conditioned on the target position" in mistake(eval_infill, *words)
+    assert "plain GPT" in mistake(eval_infill, *words)
     assert not evaluated and not report.exists()
     assert "stopped" in mistake(eval_infill, run, plain, *options)
     rows = json.loads(report.read_text())["rows"]

@@ -27,7 +27,7 @@ def test_a_row_has_the_scores_and_the_divergence_of_its_samples(
     )
     monkeypatch.setattr(speculation, "REFERENCE", str(folder))
     monkeypatch.setattr(runs, "run_alone", run_here)
-    row = speculation.measured("left to right", "--mode l2r", samples=2, length=8)
+    row = speculation.measured("left to right", "l2r", samples=2, length=8)
     assert row["tokens"] == 16
     assert row["nfe"] == 8
     assert row["perplexity"] > 1

@@ -45,12 +45,11 @@ def test_every_record_is_answered_and_compared(trained, printed, tmp_path):
     report = tmp_path / "out.json"
     samples = tmp_path / "out.samples"
     page = tmp_path / "out.html"
-    options = ["--tasks", data["shuffle"], "--mode", "random", "--group-size", 4]
+    options = ["--tasks", data["shuffle"], "--mode", "random:group=4"]
     options += ["--limit", 50, "--json", report, "--samples", samples, "--html", page]
     out = printed(puzzle_answers, config.run_folder, *options)
     result = json.loads(report.read_text())["results"][0]
-    assert result["mode"] == "random"
-    assert result["group_size"] == 4
+    assert result["mode"] == "random:group=4"
     assert result["temperature"] == 1.0
     rows = read_lines(samples)
     assert len(rows) == 50
@@ -96,7 +95,7 @@ def test_a_model_that_can_only_continue_is_asked_with_what_is_given_first(
     assert "| l2r" in out
     assert "reversal" in out
     said = mistake(eval_tasks, gpt, *arguments, "--mode", "confidence")
-    assert "take --mode l2r" in said
+    assert "take mode l2r" in said
 
 
 def test_a_run_decodes_in_every_way_of_a_study(trained):
@@ -117,8 +116,7 @@ def test_what_cannot_be_answered_is_said(trained, mistake, data):
     for words, says in (
         (["--tasks", data], "holds text without prompts"),
         (["--tasks", "colouring"], "make it with: python -m studies.prepare colouring"),
-        (["--tasks", shuffle, "--mode", "mdm", "--threshold", 0.5], "no meaning"),
-        (["--tasks", shuffle, "--mode", "margin", "--unmask-by", "entropy"], "leave"),
+        (["--tasks", shuffle, "--mode", "mdm:threshold=0.5"], "not a setting of mdm"),
     ):
         assert says in mistake(eval_tasks, run, *words)
 
