@@ -189,7 +189,7 @@ def fill(
 def generate(
     model: Model,
     texts: Texts,
-    new_tokens: int = 60,
+    new_tokens: int | None = None,
     num_samples: int = 1,
     seed: int = 0,
     mode: str | None = None,
@@ -198,8 +198,12 @@ def generate(
     file: str | None = None,
     json: bool = False,
 ) -> None:
-    """Print continuations of texts; --mode l2r reads best."""
-    samples = load(model).generate(
+    """Print continuations of texts by 60 tokens, or --new-tokens; of a model of records
+    to their end. --mode l2r reads best."""
+    text_model = load(model)
+    if new_tokens is None and text_model.end is None:
+        new_tokens = 60
+    samples = text_model.generate(
         read(texts, file),
         new_tokens,
         num_samples,

@@ -31,6 +31,7 @@ from studies import (
     fuzz,
     gguf_folder,
     gpu_day,
+    joints,
     molecules,
     music,
     plot,
@@ -76,6 +77,7 @@ SCRIPTS = {
     "studies.fuzz": fuzz,
     "studies.gguf_folder": gguf_folder,
     "studies.gpu_day": gpu_day,
+    "studies.joints": joints,
     "studies.molecules": molecules,
     "studies.music": music,
     "studies.plot": plot,
@@ -206,6 +208,9 @@ def parse(monkeypatch):
         elif script == "studies.molecules":
             for name in ("prepare", "ruler", "sizes"):
                 monkeypatch.setattr(molecules, name, stop(getattr(molecules, name)))
+        elif script == "studies.joints":
+            for name in ("run", "draw"):
+                monkeypatch.setattr(joints, name, stop(getattr(joints, name)))
         elif script == "studies.pretrained":
             for part in ("Agree", "Lambada", "Fill", "Gather", "Page"):
                 one = getattr(pretrained, part)

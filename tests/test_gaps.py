@@ -1,12 +1,13 @@
 """Texts from Python and the command line: aogpt/text_model.py, aogpt/__main__.py."""
 
+import importlib.util
 import itertools
 import json
 import math
 
 import pytest
 import torch
-from helpers import run_main
+from helpers import ROOT, run_main
 from reference import make_system
 
 import aogpt
@@ -312,3 +313,55 @@ def test_pairs_are_of_two_tokens(books):
     with pytest.warns(UserWarning, match="widened"):
         (pairs,) = books.pairs(["The mother smiled."], 4, 12, top=5)
     assert len(pairs.table) == len(pairs.table[0]) == 5
+
+
+def example(name):
+    """Return an example of the docs as a module."""
+    path = ROOT / "docs" / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_example_of_minimal_pairs(books, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(aogpt, "load", lambda path: books)
+    pairs = tmp_path / "pairs.tsv"
+    pairs.write_text("The cats sleep.\tThe cats sleeps.\nShe went on.\tShe goed on.\n")
+    example("minimal_pairs").main("MODEL", str(pairs))
+    first, second, total = capsys.readouterr().out.splitlines()
+    assert "'sleep.'" in first
+    assert "'sleeps.'" in first
+    assert "'went'" in second
+    (joint,) = books.score(["She went on."], predict=[(4, 8)])
+    assert f"'went' {joint.log_prob:.2f}" in second
+    assert total == "2 of 2 pairs right"
+
+
+def test_the_example_of_substitutions(monkeypatch, capsys):
+    """A single score is the difference of two joints; so is a double one."""
+    model = make_system("AO-GPT", 3, tokens=6, block_size=8, dtype=torch.float64)
+    text = aogpt.TextModel(Loaded(model.eval(), "x", 0, "raw", "alphabet:abcd", 5))
+    monkeypatch.setattr(aogpt, "load", lambda path: text)
+    example("substitutions").main("MODEL", "abcab", "abcd")
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+
+    def gain(changes):
+        mutant = list("abcab")
+        spans = []
+        for change in changes:
+            place = int(change[1]) - 1
+            assert mutant[place] == change[0]
+            mutant[place] = change[2]
+            spans.append((place, place + 1))
+        old, new = text.score(["abcab", "".join(mutant)], predict=spans)
+        return new.log_prob - old.log_prob
+
+    assert len([line for line in lines if len(line) == 2]) == 5
+    assert any(len(line) > 2 for line in lines)
+    for line in lines:
+        changes = [word.rstrip(",") for word in line[1:3]]
+        assert float(line[0]) == pytest.approx(gain(changes), abs=6e-4)
+        if len(line) > 2:
+            total = gain(changes[:1]) + gain(changes[1:])
+            assert float(line[-1]) == pytest.approx(total, abs=2e-3)
