@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import torch
 import tyro
@@ -22,6 +22,7 @@ from annotated_types import Interval
 
 from aogpt.checkpoints import Loaded, load
 from aogpt.evaluation.judges import load_judge
+from aogpt.evaluation.report import Column, number, table
 from aogpt.evaluation.scoring import SampleSet, read_sample_sets, score_samples
 from aogpt.evaluation.text_measures import MEASURES
 from aogpt.runtime.command_line import (
@@ -35,7 +36,6 @@ from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import (
     Outputs,
     ReportOptions,
-    markdown_table,
     provenance,
     versions,
 )
@@ -231,29 +231,16 @@ def make_samples(
         )
 
 
-def number(value: float | None, form: str) -> str:
-    """Return a number as a cell of the table."""
-    if value is None:
-        return "-"
-    return format(value, form)
-
-
 def name_of(settings: dict) -> str:
     """Return the mode of samples, as --mode has it; "text" for samples without one."""
     return str(settings.get("mode", "text"))
 
 
-class Column(NamedTuple):
-    """A column of the table."""
-
-    title: str
-    key: str  # in a row of the results or among the settings of its sampler
-    form: str  # how numbers are written
-
-
 def table_columns() -> list[Column]:
     """Return the columns of a report, whose rows evaluation/scoring.py makes."""
     columns = [
+        Column("run", "run"),
+        Column("sampler", name_of),
         Column("temperature", "temperature", "g"),
         Column("top-p", "top_p", "g"),
         Column("perplexity", "perplexity", ".2f"),
@@ -298,26 +285,18 @@ def lines_of(result: dict) -> list[str]:
     """Return the report: judge, table, legend and notes."""
     judge = result["judge"]
     columns = table_columns()
-    cells = []
-    for row in result["rows"]:
-        cells_of_row = [row["run"], name_of(row["sampler"])]
-        for column in columns:
-            value = row.get(column.key, row["sampler"].get(column.key))
-            cells_of_row.append(number(value, column.form))
-        cells.append(cells_of_row)
-    head = ["run", "sampler"]
-    head += [column.title for column in columns]
+    rows = [{**row["sampler"], **row} for row in result["rows"]]
     lines = [
         f"Judge: {judge['source']}, {judge['parameters']:,} parameters, "
         f"{judge['dtype']}; it scores {judge['scored']}; samples longer than its "
         f"context, {judge['context']}, are cut.",
         "",
-        *markdown_table(head, cells, left=2),
+        *table(columns, rows),
         "",
         legend(),
     ]
     shown = {"mode"}
-    shown.update(column.key for column in columns)
+    shown.update(column.value for column in columns if column.value is not name_of)
     for note in notes(result["rows"], shown):
         lines.append(f"- {note}")
     return lines

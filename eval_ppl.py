@@ -14,12 +14,10 @@ import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 
 # isort: split
 import itertools
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import torch
 import tyro
 from annotated_types import Interval
 
@@ -27,7 +25,6 @@ from aogpt.checkpoints import Loaded, load
 from aogpt.data.loader import TokenDataset
 from aogpt.evaluation import likelihood
 from aogpt.evaluation.ensembles import MAX_DRAWS, MAX_MEMBERS
-from aogpt.evaluation.estimates import Estimate
 from aogpt.evaluation.eval_sets import (
     EvalSet,
     SplitOption,
@@ -39,18 +36,18 @@ from aogpt.evaluation.eval_sets import (
     open_texts,
     read_text,
 )
-from aogpt.evaluation.likelihood import Scorer, Scores, Task
+from aogpt.evaluation.likelihood import Scorer, Task
+from aogpt.evaluation.report import likelihood_lines
 from aogpt.model import ModelConfig
 from aogpt.orders import OrderConfig, parse_order, parse_settings
 from aogpt.runtime.command_line import TEXT, RunOptions, run_script, show, with_help
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
-from aogpt.runtime.outputs import Outputs, ReportOptions, markdown_table, provenance
+from aogpt.runtime.outputs import Outputs, ReportOptions, provenance
 from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.validation import Count, check_values
 from aogpt.sampling.gaps import refuse_masks
 from aogpt.sampling.plans import Pace, Rule, RuleScore
-from aogpt.sampling.scores import SCORES
 
 RULE_SETTINGS = {"threshold": float, "entropy_bound": float, "most": int, "block": int}
 # What --orders can name: orders that are drawn, a rule by which the model chooses, or
@@ -59,74 +56,9 @@ Meaning = OrderConfig | Rule | None
 # A prepared data set, or the texts of a file.
 Source = TokenDataset | list[str]
 
-LABELS = {
-    "l2r": "left to right",
-    "random": "any order",
-    "score_entropy": "any order, score entropy",
-}
-HEAD = [
-    "text",
-    "orders",
-    "ensemble",
-    "nats/token",
-    "std. error",
-    "by document",
-    "Monte Carlo",
-    "bits/token",
-    "bits/byte",
-    "perplexity",
-    "95% interval",
-]
-# Notes on the rows of the table, in the order in which they are printed.
-EXACT = (
-    "left to right, another fixed order, or the model's own by confidence, entropy or "
-    "margin: exact, -log p of the text in that order"
-)
-NOTES = {
-    "random": (
-        "any order: the mean loss over random orders, of an encoder over masks; an "
-        "upper bound of -log of the mean probability over orders (docs/likelihoods.md)"
-    ),
-    "score_entropy": (
-        "score entropy: SEDD's own bound, with which it is published; any order: its "
-        "outputs normalised to probabilities"
-    ),
-    "iw": (
-        "weighted over K: -log of the mean probability of a sequence over K orders; "
-        "its expectation is between the mean over orders and -log of the mean over "
-        "all orders"
-    ),
-    "oracle": (
-        "oracle: next the position whose true token is most probable; it looks at the "
-        "answer and is not a likelihood: such probabilities of all texts do not add "
-        "up to 1"
-    ),
-}
-COMPARED = [
-    "text",
-    "orders",
-    "A, nats/token",
-    "B",
-    "A - B",
-    "A, bits/byte",
-    "B",
-    "A - B",
-    "p",
-]
 NO_START = (
     "the first token of a block is not scored, except after a prompt: {} has no start "
     "token"
-)
-ENSEMBLE = "ensemble: orders of the context whose probabilities are averaged"
-FEW = 16  # differences of samples: from fewer a Monte Carlo error is rough
-ROUGH = "Monte Carlo: from few samples here, so itself rough; more: --num-orders {}"
-UNKNOWN = (
-    "unknown: needs two sequences (std. error), documents or samples (Monte Carlo)"
-)
-PAIRED = (
-    "A - B: the mean of the differences of the same sequences, below 0 where A is "
-    "better, ± the half-width of the 95% interval, the wider one of over sequences and "
-    "by document; p: two-sided t test that the mean is 0"
 )
 
 
@@ -439,307 +371,37 @@ def evaluate(a: Arguments, procs: Processes) -> None:
 
     # 3. The losses, task after task.
     runner = likelihood.BatchRunner(procs, dtype, block_size, a.batch_size)
-    report = Report(a, models, notes)
+    document: dict[str, Any] = {"results": []}
+    checkpoint = models[0].origin()
+    if a.other is not None:
+        checkpoint = {"A": models[0].origin(), "B": models[1].origin()}
+        document["differences"] = []
+    origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=checkpoint)
+    document.update(origin)
     for eval_set in eval_sets:
         for name, of_name in scorers.items():
             tasks = []
             losses = []
+            rows = []
             for loaded, scorer in zip(models, of_name, strict=True):
                 task = Task(loaded, eval_set, name, scorer)
+                loss = likelihood.losses_of(task, runner, a.seed, a.num_orders)
                 tasks.append(task)
-                losses.append(likelihood.losses_of(task, runner, a.seed, a.num_orders))
-            report.add(tasks, losses)
+                losses.append(loss)
+                rows.append(likelihood.result_rows(task, loss, a.num_orders))
+            document["results"] += itertools.chain(*rows)
+            if a.other is not None:
+                both = [of_model[0] for of_model in rows]
+                gap = likelihood.difference_row(tasks, losses, both)
+                document["differences"].append(gap)
             # After every task, so that a job that is killed loses none.
-            if procs.main and a.json:
-                outputs.write_report(
-                    a.json, report.document(dtype, procs), report.lines(), part=True
-                )
+            if procs.main:
+                lines = [*likelihood_lines(models, document), *notes]
+                outputs.write_report(a.json, document, lines, part=True)
     if procs.main:
         with outputs:  # raises an error if a file could not be written
-            if a.json:
-                outputs.write_report(
-                    a.json, report.document(dtype, procs), report.lines()
-                )
-            show(*report.lines(), sep="\n")
-
-
-@dataclass
-class Report:
-    """The results of all tasks so far."""
-
-    a: Arguments
-    models: list[Loaded]
-    notes: list[str]  # on the models
-    results: list[dict] = field(default_factory=list)
-    differences: list[dict] = field(default_factory=list)
-
-    def add(self, tasks: list[Task], losses: list[likelihood.Losses]) -> None:
-        """Add the losses of one text along one order, of each model."""
-        rows = []
-        for task, loss in zip(tasks, losses, strict=True):
-            scores = likelihood.scores_of(task, loss)
-            rows.append(result_rows(task, scores, self.a.num_orders))
-        for of_model in rows:
-            self.results += of_model
-        if self.a.other:
-            gap = likelihood.difference(tasks, losses)
-            both = [of_model[0] for of_model in rows]
-            self.differences.append(difference_row(both, gap))
-
-    def lines(self) -> list[str]:
-        """Return the models and the table."""
-        if not self.a.other:
-            table = markdown(self.results)
-            return [self.models[0].description, "", *table, *self.notes]
-        first, second = self.models
-        lines = [
-            f"A: {first.description}",
-            "",
-            f"B: {second.description}",
-            "",
-            *comparison(self.differences),
-            *self.notes,
-        ]
-        if first.tokens and second.tokens and first.tokens != second.tokens:
-            lines += [
-                "",
-                f"note: A has trained on {first.tokens:,} tokens, B on "
-                f"{second.tokens:,}",
-            ]
-        return lines
-
-    def document(self, dtype: torch.dtype, procs: Processes) -> dict:
-        """Return the content of the file of --json."""
-        sources = [loaded.origin() for loaded in self.models]
-        checkpoint = sources[0]
-        document: dict[str, Any] = {"results": self.results}
-        if self.a.other:
-            checkpoint = {"A": sources[0], "B": sources[1]}
-            document["differences"] = self.differences
-        origin = provenance(
-            self.a, dtype, procs.device, procs.world_size, checkpoint=checkpoint
-        )
-        document.update(origin)
-        return document
-
-
-def result_rows(task: Task, scores: Scores, draws: int) -> list[dict]:
-    """Return the results of a task for the JSON report, one per ensemble size."""
-    rows = []
-    eval_set = task.eval_set
-    bytes_per_token = task.bytes_per_token() or None  # an end of text has none
-    for size, (loss, change) in scores.items():
-        bits_per_byte = None
-        if bytes_per_token is not None:
-            bits_per_byte = loss.nll / math.log(2) / bytes_per_token
-        row = {
-            "model": task.loaded.path,
-            "dataset": eval_set.name,
-            "data": eval_set.description(),
-            "orders": task.name,
-            "group": task.scorer.group,
-            "bound": "iw" if task.scorer.weighted else "mean",
-            "ensemble": size,
-            **vars(loss),
-            "perplexity": loss.perplexity,
-            "perplexity_95": loss.interval(),
-            "bits_per_token": loss.nll / math.log(2),
-            "bits_per_byte": bits_per_byte,
-            "bytes_per_token": bytes_per_token,
-            "gain": -change.nll if change else None,
-            "gain_error": change.standard_error if change else None,
-            "blocks": eval_set.dataset.num_blocks,
-            "tokens": int(task.scored_tokens().sum()),
-            "nats_per_record": record_nats(task, loss.nll),
-            "draws": 1 if task.scorer.exact else draws,
-            "exact": task.scorer.exact,
-        }
-        rows.append(row)
-    return rows
-
-
-def record_nats(task: Task, nll: float) -> float | None:
-    """Return the mean nats of a whole record that ends, from those of its tokens: where
-    its end is given, with -log p(length). None for other text."""
-    eval_set = task.eval_set
-    if "lengths" not in eval_set.dataset.meta["splits"][eval_set.dataset.split]:
-        return None
-    nats = nll * int(task.scored_tokens().sum()) / eval_set.count
-    end = task.loaded.record_end
-    if end is not None:
-        lengths = eval_set.lengths.tolist()  # with the end
-        nats -= sum(end.log_prob(length - 1) for length in lengths) / len(lengths)
-    return nats
-
-
-def difference_row(rows: list[dict], gap: Estimate) -> dict:
-    """Return the comparison of two models on one text, along one order, for the JSON
-    report: from their `result_rows`, and the estimate of the difference of their
-    losses."""
-    a, b = rows
-    half_width = gap.half_width
-    bits = dict.fromkeys(("a", "b", "difference", "half_width_95"))
-    if a["bytes_per_token"] is not None:
-        unit = math.log(2) * a["bytes_per_token"]  # nats of a bit per byte
-        bits["a"] = a["bits_per_byte"]
-        bits["b"] = b["bits_per_byte"]
-        bits["difference"] = gap.nll / unit
-        if half_width is not None:
-            bits["half_width_95"] = half_width / unit
-    return {
-        "dataset": a["dataset"],
-        "data": a["data"],
-        "orders": a["orders"],
-        "group": a["group"],
-        "bound": a["bound"],
-        "nll": {
-            "a": a["nll"],
-            "b": b["nll"],
-            "difference": gap.nll,
-            "half_width_95": half_width,
-        },
-        "bits_per_byte": bits,
-        "p": gap.p_value,
-        "p_by": "document" if gap.documents > 1 else "sequence",
-        "standard_error": gap.standard_error,
-        "document_error": gap.document_error,
-        "monte_carlo_error": gap.monte_carlo_error,
-        "sequences": gap.sequences,
-        "documents": gap.documents,
-        "blocks": a["blocks"],
-        "tokens": a["tokens"],
-        "draws": a["draws"],
-    }
-
-
-def markdown(results: list[dict]) -> list[str]:
-    """Return the lines of the table and of its notes."""
-    has_gains = any(r["gain"] is not None for r in results)
-    head = list(HEAD)
-    if has_gains:
-        head.append("gain")
-    rows = []
-    for r in results:
-        interval = ""
-        low, high = r["perplexity_95"]
-        if low is not None:
-            interval = f"{low:.3f} to {high:.3f}"
-        cells = [
-            r["dataset"],
-            title_of(r),
-            str(r["ensemble"]),
-            f"{r['nll']:.4f}",
-            _number(r["standard_error"], 4),
-            _number(r["document_error"], 4),
-            monte_carlo_cell(r),
-            f"{r['bits_per_token']:.4f}",
-            _number(r["bits_per_byte"], 4),
-            f"{r['perplexity']:.3f}",
-            interval,
-        ]
-        if has_gains:
-            gain = ""
-            if r["gain"] is not None:
-                gain = f"{r['gain']:.5f} ± {_number(r['gain_error'], 5)}"
-            cells.append(gain)
-        rows.append(cells)
-    table = markdown_table(head, rows, left=2)
-    return [*table, "", *_notes(results), *table_notes(results)]
-
-
-def monte_carlo_cell(r: dict) -> str:
-    """Return the Monte Carlo error of a result, or that nothing of it is sampled."""
-    if r["orders"].partition(":")[0] == "oracle":
-        return "none"
-    if r["exact"]:
-        return "exact"
-    return _number(r["monte_carlo_error"], 5)
-
-
-def table_notes(results: list[dict]) -> list[str]:
-    """Return the notes on the columns of the table of one model."""
-    notes = []
-    if any(monte_carlo_cell(r) == "exact" for r in results):
-        notes.append(EXACT)
-    if any(r["ensemble"] > 1 for r in results):
-        notes.append(ENSEMBLE)
-    errors = []
-    for r in results:
-        errors += [r["standard_error"], r["document_error"], r["monte_carlo_error"]]
-        enough = 1 + math.ceil(FEW / r["sequences"])
-        if 1 < r["draws"] < enough:
-            notes.append(ROUGH.format(enough))
-    if any(error is None for error in errors):
-        notes.append(UNKNOWN)
-    for r in results:
-        if r["nats_per_record"] is not None:
-            notes.append(
-                f"{r['dataset']}, {title_of(r)}: {r['nats_per_record']:.3f} nats a "
-                "record, end or length included"
-            )
-    return list(dict.fromkeys(notes))
-
-
-def comparison(differences: list[dict]) -> list[str]:
-    """Return the lines of the table of two models and of its notes."""
-    rows = []
-    for r in differences:
-        cells = [r["dataset"], title_of(r)]
-        for unit in ("nll", "bits_per_byte"):
-            compared = r[unit]
-            difference = _number(compared["difference"], 4)
-            half_width = _number(compared["half_width_95"], 4)
-            cells.append(_number(compared["a"], 4))
-            cells.append(_number(compared["b"], 4))
-            cells.append(f"{difference} ± {half_width}")
-        cells.append("unknown" if r["p"] is None else f"{r['p']:.2g}")
-        rows.append(cells)
-    table = markdown_table(COMPARED, rows, left=2)
-    return [*table, "", *_notes(differences), PAIRED]
-
-
-def _notes(results: list[dict]) -> list[str]:
-    """Return a line for each text, and the notes on the rows of the table."""
-    texts = {}
-    kinds = set()
-    for r in results:
-        kinds.add(r["orders"].partition(":")[0])
-        kinds.add(r["bound"])
-        sequences = "sequence" if r["sequences"] == 1 else "sequences"
-        documents = "document" if r["documents"] == 1 else "documents"
-        text = f"{r['dataset']} ({r['data']['split']}): {r['sequences']:,}"
-        if r["sequences"] < r["blocks"]:
-            text += f" of {r['blocks']:,}"
-        text += (
-            f" {sequences} of {r['documents']:,} {documents}, {r['tokens']:,} tokens"
-        )
-        if "p_by" in r:
-            text += f", blocks of {r['data']['block_size']:,}; p by {r['p_by']}"
-        texts[r["dataset"]] = text
-    notes = list(texts.values())
-    for kind, note in NOTES.items():
-        if kind in kinds:
-            notes.append(note)
-    return notes
-
-
-def title_of(row: dict) -> str:
-    """Return the name of the orders of a row in the table."""
-    name = row["orders"]
-    text = LABELS.get(name, name)
-    if name.partition(":")[0] == "oracle":
-        text = f"{name} (no likelihood)"
-    if name in SCORES:
-        text = f"the model's, by {name}"
-    if row["group"] > 1:
-        text += f", groups of {row['group']}"
-    if row["bound"] == "iw":
-        text += f", weighted over {row['draws']}"
-    return text
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "unknown" if value is None else f"{value:.{digits}f}"
+            outputs.write_report(a.json, document, lines)
+            show(*lines, sep="\n")
 
 
 def main() -> None:

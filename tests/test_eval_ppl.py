@@ -31,6 +31,7 @@ from aogpt.checkpoints import load_model, store
 from aogpt.data.loader import TokenDataset, read_tokens, spread
 from aogpt.evaluation.eval_sets import read_text
 from aogpt.evaluation.likelihood import BatchRunner, Task
+from aogpt.evaluation.report import monte_carlo
 from aogpt.objectives import ObjectiveConfig, token_score_entropy
 from aogpt.orders import OrderConfig, orders_at
 from aogpt.runtime.errors import UserError
@@ -438,12 +439,12 @@ def test_the_markdown_table_is_on_the_terminal_and_beside_the_report(
 def test_only_what_is_not_sampled_is_called_exact():
     """Two random orders may happen to give one loss."""
     row = {"orders": "l2r", "exact": True, "monte_carlo_error": 0.0}
-    assert eval_ppl.monte_carlo_cell(row) == "exact"
+    assert monte_carlo(row) == "exact"
     sampled = {"orders": "infill", "exact": False, "monte_carlo_error": 0.0}
-    assert eval_ppl.monte_carlo_cell(sampled) == "0.00000"
+    assert monte_carlo(sampled) == 0
     for oracle in ("oracle", "oracle:most=4"):  # no likelihood
         row["orders"] = oracle
-        assert eval_ppl.monte_carlo_cell(row) == "none"
+        assert monte_carlo(row) == "none"
 
 
 def test_what_a_single_sequence_or_draw_does_not_tell_is_unknown(evaluate):

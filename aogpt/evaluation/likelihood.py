@@ -247,6 +247,8 @@ class BatchRunner:
         return None
 
 
+# What the results of two models on one text share.
+SHARED = "dataset data orders group bound blocks tokens draws".split()
 # By ensemble size: the loss, and for sizes above 1 its difference to size 1.
 Scores = dict[int, tuple[Estimate, Estimate | None]]
 
@@ -344,18 +346,88 @@ def scores_of(task: Task, losses: Losses) -> Scores:
     return {size: by_size[size] for size in scorer.ensembles}
 
 
-def difference(tasks: tuple[Task, Task], losses: tuple[Losses, Losses]) -> Estimate:
-    """Return the mean loss of the first model minus that of the second one on the same
-    text, nats per token, from the differences of every sequence and Monte Carlo
-    sample."""
-    first_task = tasks[0]
+def result_rows(task: Task, losses: Losses, draws: int) -> list[dict]:
+    """Return the results of a task for the JSON report, one per ensemble size."""
+    rows = []
+    eval_set = task.eval_set
+    bytes_per_token = task.bytes_per_token() or None  # an end of text has none
+    for size, (loss, change) in scores_of(task, losses).items():
+        bits_per_byte = None
+        if bytes_per_token is not None:
+            bits_per_byte = loss.nll / math.log(2) / bytes_per_token
+        row = {
+            "model": task.loaded.path,
+            "dataset": eval_set.name,
+            "data": eval_set.description(),
+            "orders": task.name,
+            "group": task.scorer.group,
+            "bound": "iw" if task.scorer.weighted else "mean",
+            "ensemble": size,
+            **vars(loss),
+            "perplexity": loss.perplexity,
+            "perplexity_95": loss.interval(),
+            "bits_per_token": loss.nll / math.log(2),
+            "bits_per_byte": bits_per_byte,
+            "bytes_per_token": bytes_per_token,
+            "gain": -change.nll if change else None,
+            "gain_error": change.standard_error if change else None,
+            "blocks": eval_set.dataset.num_blocks,
+            "tokens": int(task.scored_tokens().sum()),
+            "nats_per_record": record_nats(task, loss.nll),
+            "draws": 1 if task.scorer.exact else draws,
+            "exact": task.scorer.exact,
+        }
+        rows.append(row)
+    return rows
+
+
+def record_nats(task: Task, nll: float) -> float | None:
+    """Return the mean nats of a whole record that ends, from those of its tokens: where
+    its end is given, with -log p(length). None for other text."""
+    eval_set = task.eval_set
+    if "lengths" not in eval_set.dataset.meta["splits"][eval_set.dataset.split]:
+        return None
+    nats = nll * int(task.scored_tokens().sum()) / eval_set.count
+    end = task.loaded.record_end
+    if end is not None:
+        lengths = eval_set.lengths.tolist()  # with the end
+        nats -= sum(end.log_prob(length - 1) for length in lengths) / len(lengths)
+    return nats
+
+
+def difference_row(tasks: list[Task], losses: list[Losses], rows: list[dict]) -> dict:
+    """Return the comparison of two models on one text, along one order, for the JSON
+    report: the mean loss of the first minus that of the second, from the differences of
+    every sequence and Monte Carlo sample. rows: their results."""
+    task = tasks[0]
     first, second = losses
-    return estimate(
-        _samples(first_task, first.nll - second.nll),
+    gap = estimate(
+        _samples(task, first.nll - second.nll),
         joint=any(task.scorer.joint for task in tasks),
-        weights=_weights(first_task),
-        documents=first_task.eval_set.documents,
+        weights=_weights(task),
+        documents=task.eval_set.documents,
     )
+    a, b = rows
+    nats = {
+        "a": a["nll"],
+        "b": b["nll"],
+        "difference": gap.nll,
+        "half_width_95": gap.half_width,
+    }
+    bytes_per_token = a["bytes_per_token"]
+    bits: dict[str, float | None] = dict.fromkeys(nats)
+    for key, value in nats.items():
+        if value is not None and bytes_per_token is not None:
+            bits[key] = value / math.log(2) / bytes_per_token
+    row = {key: a[key] for key in SHARED}
+    row.update(vars(gap))
+    row.update(
+        nll=nats,
+        bits_per_byte=bits,
+        p=gap.p_value,
+        p_by="document" if gap.documents > 1 else "sequence",
+    )
+    return row
 
 
 def _weights(task: Task) -> Tensor:
