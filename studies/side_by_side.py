@@ -73,9 +73,8 @@ for line in sys.stdin:
     turn = json.loads(line)
     if "steps" in turn:
         generator = bench_common.seeded(turn["number"])
-        plan = decoding_speed.plans.mdm_plan(
-            batch_size, length, turn["steps"], generator
-        )
+        samples = decoding_speed.plans.Samples(batch_size, length, generator)
+        plan = decoding_speed.plans.mdm_plan(samples, turn["steps"])
         seconds = bench.time("ours", plan)["seconds"]
     else:
         first = turn["number"] * turn["training_steps"]
