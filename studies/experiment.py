@@ -105,6 +105,7 @@ def read_run_configs(
 class Experiment:
     name: str
     title: str = ""  # the question
+    short: str = ""  # its answer in a sentence or two, without a number
     answer: str = ""  # what came out, in words, with its numbers as pages.py reads them
     source: str = ""  # what the paper and others say
     setting: str = ""

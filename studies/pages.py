@@ -5,6 +5,7 @@ no number or verdict on them is written by hand. Texts name the numbers in them:
     {fast: l2r10:eval_l2r}         a loss or measure of one, mean over seeds
     {star: rotary}                 of a question of success: how many runs succeed
     {fast: l2r10 each}             one a seed, in order of size
+    {fast: l2r10 range}            the least and the largest: "2.01 to 2.06"
     {fast: l2r10:parameters}       parameters of one; mflops: of a trained token
     {fast: a - b, 4 digits}        three digits after the point unless it says otherwise
     {fast: a:random@0.5 - b}       a term of a difference after a share of the tokens
@@ -341,7 +342,7 @@ def filled(
         if shown.seeds is not None:
             results = of_seeds(results, shown.seeds)
         entries = with_best(source.best_of, results.get(recipe, {}))
-        higher, _, lower = sides.removesuffix(" each").partition(" - ")
+        higher, _, lower = of_seeds_or_mean(sides)[0].partition(" - ")
         for side in (higher, lower):
             runs = entries.get(side.partition(":")[0], {}).get("runs", ())
             if not all(run["tokens"] for run in runs):
@@ -377,7 +378,8 @@ def cell_of(
 ) -> str | None:
     """Return a number of a text; None if there is no such number."""
     entries = with_best(experiment.best_of, recipes[recipe])
-    higher, _, lower = sides.removesuffix(" each").partition(" - ")
+    sides, seeds = of_seeds_or_mean(sides)
+    higher, _, lower = sides.partition(" - ")
     run_config, _, kind = higher.partition(":")
     if shown.judged and not lower:
         return None
@@ -399,11 +401,22 @@ def cell_of(
         return difference_cell(judgement, form)
     rows = entries[run_config]["runs"]
     values = [value_of(row, kind or experiment.kind) for row in rows]
-    if sides.endswith(" each"):
+    if seeds == "each":
         return ", ".join(f"{value:{form}}" for value in sorted(values))
+    if seeds == "range":
+        return f"{min(values):{form}} to {max(values):{form}}"
     if experiment.success is not None and not kind:
         return figure_cell(experiment, experiment.kind, rows)
     return mean_cell(values, form)
+
+
+def of_seeds_or_mean(sides: str) -> tuple[str, str]:
+    """Return the sides of a number, and how its seeds are shown: "each", "range", or ""
+    for their mean."""
+    for seeds in ("each", "range"):
+        if sides.endswith(f" {seeds}"):
+            return sides.removesuffix(f" {seeds}"), seeds
+    return sides, ""
 
 
 def of_seeds(recipes: Recipes, seeds: range) -> Recipes:
@@ -450,11 +463,14 @@ def marked_cell(
 
 
 def page_of(experiment: Experiment, recipes: Recipes) -> list[str]:
-    """Return the lines of a page: question, answer, figure, a table of at most five
-    columns, primary claims, caveats."""
+    """Return the lines of a page: question, answer in a sentence and with its numbers,
+    figure, a table of at most five columns, primary claims, caveats."""
     e = experiment
     answer = filled(e.answer, e, recipes)
-    lines = [f"# {e.name}. {e.title}", "", answer.strip(), ""]
+    lines = [f"# {e.name}. {e.title}", ""]
+    if e.short:
+        lines += [f"**{e.short}**", ""]
+    lines += [answer.strip(), ""]
     lines += [f"![{e.name}]({e.name}.png)", ""]
     lines += [*main_table(e, recipes), "", interval_of(recipes), ""]
     if e.equal_time:
@@ -573,16 +589,8 @@ def equal_time_tables(
     the operations and of the time of the first run config."""
     first = next(iter(experiment.equal_time))
     lines = [
-        "**What each costs.** FLOPs are of matrices and attention, forward and "
-        "backward, without the tables and projections of adaLN. The time of training "
-        f"is beside that of `{first}`, on one core: short runs in turn, so that other "
-        "work of the machine affects all alike; the median and range of the "
-        f"repetitions (`python -m studies.findings speeds {experiment.name}`). The "
-        "last column is of runs of half as many tokens, at the rates of the whole "
-        "runs, which were not tuned again; in brackets, what they take of the "
-        f"operations and of the time of `{first}` with all tokens. No run is at "
-        "exactly equal operations or time: the last column reads them off a line "
-        "through the two runs, in the logarithm of the tokens.",
+        f"**What each costs** ([how it is measured](README.md#what-each-costs); time "
+        f"beside `{first}`, by `python -m studies.findings speeds {experiment.name}`).",
         "",
     ]
     head = ["parameters", "MFLOPs a token", "time a token"]

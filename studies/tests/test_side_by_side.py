@@ -28,7 +28,7 @@ def test_the_interval_of_a_median_leaves_out_the_values_that_the_sign_test_allow
 def test_the_table_of_speed_is_of_its_rows():
     file = ROOT / "results" / "side_by_side_cpu.json"
     rows = json.loads(file.read_text())["rows"]
-    page = (ROOT / "results" / "speed.md").read_text()
+    page = (ROOT / "results" / "speed.details.md").read_text()
     for row, line in zip(rows, table_of(rows)[2:], strict=True):
         assert len(row["ratios"]) == 7
         assert min(row["ratios"]) == row["interval"][0]
