@@ -1433,7 +1433,26 @@ def test_the_lowest_temperatures_are_greedy(temperature):
     assert torch.equal(low.tokens, none.tokens)
 
 
-def test_generation_under_autocast_runs_with_packed_layers():
+def test_packed_layers_generate_what_the_models_own_do(monkeypatch):
+    """Several samples of a wide model take them; a single one, which needs no second
+    copy of the weights, and those of narrower models do not."""
+    model = make_system("AO-GPT", 0, torch.float32)
+    plan = l2r_plan(3, 8)
+    uniforms = uniforms_for(3, 8, seed=1)
+    plain = generate(model, plan, uniforms=uniforms)
+    monkeypatch.setattr(cached, "WIDE", 0)
+    packed = generate(model, plan, uniforms=uniforms)
+    assert torch.equal(packed.tokens, plain.tokens)
+    torch.testing.assert_close(packed.log_probs, plain.log_probs)
+    for batch_size, is_packed in ((3, True), (1, False)):
+        copy = cached.decoding_copy(model, batch_size, compile=False)
+        layers = {type(module) for module in copy.modules()}
+        assert (cached.PackedLinear in layers) == is_packed
+        assert (cached.PackedMLP in layers) == is_packed
+
+
+def test_generation_under_autocast_runs_with_packed_layers(monkeypatch):
+    monkeypatch.setattr(cached, "WIDE", 0)
     model = make_system("AO-GPT", 0, torch.float32)
     plan = mdm_plan(Samples(3, 8, seeded(0)), steps=4)
     with torch.autocast("cpu", torch.bfloat16):

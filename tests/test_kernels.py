@@ -236,7 +236,7 @@ def test_the_engine_generates_with_ragged_attention_what_it_does_without(
 
 def test_compiling_takes_ragged_attention_and_graphs(attention_calls, monkeypatch):
     monkeypatch.setattr(
-        engine, "decoding_copy", lambda model, compile, many_sizes: model
+        engine, "decoding_copy", lambda model, batch_size, compile, many_sizes: model
     )
     model = small_system("AO-GPT")
     plain = Engine(model, 2, 12)
@@ -271,7 +271,7 @@ def graphs(monkeypatch, attention_calls):
     """Engines with stand-ins for CUDA graphs and without a compiler."""
     monkeypatch.setattr(compiled.GraphRunner, "capture", replayed)
     monkeypatch.setattr(
-        engine, "decoding_copy", lambda model, compile, many_sizes: model
+        engine, "decoding_copy", lambda model, batch_size, compile, many_sizes: model
     )
 
 

@@ -340,7 +340,7 @@ class Engine:
         records = compile and devices.can_run_triton(device)
         self.attention = attention_kernel_for(model) if records else None
         many_sizes = records and not c.is_encoder
-        self.model = decoding_copy(model, compile, many_sizes=many_sizes)
+        self.model = decoding_copy(model, batch_size, compile, many_sizes)
         self.head_rows = head_chunk(c.vocab_size, device.type)  # logits alive at once
         # 2. The cache of a decoder, and what adaLN gives all positions, unless that is
         #    larger than the cache.
