@@ -143,6 +143,7 @@ class Experiment:
     out: Path | None = None  # folder of the runs; by default OUT/NAME
 
     figure: str = ""  # curves, points, lines, scatter or runs: see figures.py
+    figure_on_page: bool = True  # False where the table says as much
     # curves: the loss that is drawn of run configs for which the compared one means
     # nothing.
     figure_losses: dict[str, str] = field(default_factory=dict)

@@ -101,7 +101,8 @@ def run(experiment: Experiment, a: Arguments) -> None:
     folder = pages.RESULTS
     if not complete:
         folder = experiments.OUT / ("quick" if a.quick else "part")
-    write_figure(folder, experiment, recipes)
+    if experiment.figure_on_page or not complete:
+        write_figure(folder, experiment, recipes)
     if complete:
         write_page(experiment, recipes)
 
@@ -137,7 +138,8 @@ def write_pages() -> None:
     for name in experiment_names():
         if pages.has_results(name):
             experiment, recipes = pages.load_results(name)
-            write_figure(pages.RESULTS, experiment, recipes)
+            if experiment.figure_on_page:
+                write_figure(pages.RESULTS, experiment, recipes)
             write_page(experiment, recipes)
     write_text(pages.RESULTS / "README.md", pages.overview())
     if "E21" in experiment_names():

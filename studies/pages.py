@@ -471,7 +471,8 @@ def page_of(experiment: Experiment, recipes: Recipes) -> list[str]:
     if e.short:
         lines += [f"**{e.short}**", ""]
     lines += [answer.strip(), ""]
-    lines += [f"![{e.name}]({e.name}.png)", ""]
+    if e.figure_on_page:
+        lines += [f"![{e.name}]({e.name}.png)", ""]
     lines += [*main_table(e, recipes), "", interval_of(recipes), ""]
     if e.equal_time:
         lines += equal_time_tables(e, recipes, read_speeds(e.name))
