@@ -488,6 +488,24 @@ def test_every_page_is_on_the_site():
     assert all(f": {page.relative_to(ROOT)}\n" in nav for page in PAGES)
 
 
+def test_files_and_names_that_contributing_tells_to_edit_are_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    text = text.partition("## To change X")[2].partition("## Enter the speedrun")[0]
+    tracked = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split()
+    sources = [(ROOT / name).read_text() for name in tracked if name.endswith(".py")]
+    source = "\n".join(sources)
+    for code in re.findall(r"`([^`-][^` ]*)`", text):
+        name = code.rpartition(".")[2]
+        if "/" in code or name in ("py", "md", "yml"):
+            file = code.rstrip("/").replace("EN.toml", "E2.toml")
+            assert (
+                any(f"/{one}".endswith(f"/{file}") for one in tracked)
+                or (ROOT / file).is_dir()
+            ), code
+        else:
+            assert re.search(rf"\b{name}\b", source), code
+
+
 def test_the_papers_page_has_a_command_for_every_script_and_few_words():
     text = (ROOT / "docs" / "paper.md").read_text()
     text, _ = text.split("## If your number differs\n")
