@@ -21,12 +21,11 @@ from typing import Annotated, Any, Literal, get_args
 import tyro
 from annotated_types import Interval
 
-from aogpt.checkpoints import Loaded, load
+from aogpt.checkpoints import load
 from aogpt.data.loader import TokenDataset
 from aogpt.evaluation import likelihood
 from aogpt.evaluation.ensembles import MAX_DRAWS, MAX_MEMBERS
 from aogpt.evaluation.eval_sets import (
-    EvalSet,
     SplitOption,
     TextDataset,
     comparable,
@@ -221,10 +220,7 @@ def read_sources(a: Arguments, procs: Processes) -> dict[str, Source]:
 
 
 def scorers_of(
-    a: Arguments,
-    orders: dict[str, Meaning],
-    configs: list[ModelConfig],
-    block_size: int,
+    a: Arguments, orders: dict[str, Meaning], configs: list[ModelConfig]
 ) -> dict[str, list[Scorer]]:
     """Return the scorers of each model, by the name of the orders. Raises UserError
     where a model has no such likelihood."""
@@ -241,7 +237,7 @@ def scorers_of(
         scorers[name] = []
         for run, config in zip((a.run, a.other), configs, strict=False):
             try:
-                scorer = scorer_of(name, orders[name], a, config, block_size)
+                scorer = scorer_of(name, orders[name], a, config)
             except UserError as error:
                 if a.other is None:
                     raise
@@ -273,9 +269,7 @@ def default_orders(config: ModelConfig) -> tuple[str, ...]:
     return ("l2r", "random")
 
 
-def scorer_of(
-    name: str, meaning: Meaning, a: Arguments, config: ModelConfig, block_size: int
-) -> Scorer:
+def scorer_of(name: str, meaning: Meaning, a: Arguments, config: ModelConfig) -> Scorer:
     """Return how a model scores along one of --orders."""
     if a.group > 1 and (config.l2r_only or meaning is None):
         raise UserError("--group is for any-order models: leave it out")
@@ -292,11 +286,6 @@ def scorer_of(
         )
     if isinstance(meaning, Rule):
         return Scorer(rule=meaning, group=a.group)
-    if meaning.has_longer_blocks(block_size):
-        raise UserError(
-            f"order.block {meaning.block} exceeds model.block_size {block_size}; lower "
-            "it"
-        )
     is_uniform = meaning.kind == "random"
     is_elbo = is_uniform and config.is_encoder and a.group == 1
     sizes = (1,)
@@ -309,20 +298,6 @@ def scorer_of(
         weighted=a.bound == "iw" and not meaning.is_fixed and not is_elbo,
         joint=is_elbo,
     )
-
-
-def open_all(
-    a: Arguments, sources: dict[str, Source], loaded: Loaded, block_size: int
-) -> list[EvalSet]:
-    """Return the data sets and texts, in blocks of this size."""
-    eval_sets = []
-    for name, source in sources.items():
-        if isinstance(source, TokenDataset):
-            eval_set = open_eval_set(source, loaded, a.max_sequences, block_size)
-        else:
-            eval_set = open_texts(name, source, loaded, a.max_sequences, block_size)
-        eval_sets.append(eval_set)
-    return eval_sets
 
 
 def evaluate(a: Arguments, procs: Processes) -> None:
@@ -348,9 +323,15 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         models = comparable(models)
     configs = [loaded.model.config for loaded in models]
     block_size = min(config.block_size for config in configs)
-    scorers = scorers_of(a, orders, configs, block_size)
-    eval_sets = open_all(a, sources, models[0], block_size)
-    for eval_set in eval_sets:
+    scorers = scorers_of(a, orders, configs)
+    eval_sets = []
+    for name, source in sources.items():
+        limit = a.max_sequences
+        if isinstance(source, TokenDataset):
+            eval_set = open_eval_set(source, models[0], limit, block_size)
+        else:
+            eval_set = open_texts(name, source, models[0], limit, block_size)
+        eval_sets.append(eval_set)
         blocks = eval_set.dataset.block_size
         for scorer in itertools.chain(*scorers.values()):
             if scorer.orders and scorer.orders.has_longer_blocks(blocks):
@@ -358,6 +339,8 @@ def evaluate(a: Arguments, procs: Processes) -> None:
                     f"order.block {scorer.orders.block} exceeds the blocks of "
                     f"{eval_set.name}, {blocks} tokens; lower it"
                 )
+        if "score_entropy" in scorers and eval_set.dataset.of_records:
+            raise UserError("score_entropy takes no prompts; leave it out")
         for loaded in models:
             note = note_on_end(eval_set.dataset, loaded)
             if note is not None:
@@ -365,19 +348,27 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         if isinstance(eval_set.dataset, TextDataset):
             for note in eval_set.dataset.notes:
                 notes.append(f"{eval_set.name}: {note}")
-    if "score_entropy" in scorers:
-        if any(eval_set.dataset.of_records for eval_set in eval_sets):
-            raise UserError("score_entropy takes no prompts; leave it out")
 
     # 3. The losses, task after task.
     runner = likelihood.BatchRunner(procs, dtype, block_size, a.batch_size)
     document: dict[str, Any] = {"results": []}
-    checkpoint = models[0].origin()
     if a.other is not None:
-        checkpoint = {"A": models[0].origin(), "B": models[1].origin()}
         document["differences"] = []
-    origin = provenance(a, dtype, procs.device, procs.world_size, checkpoint=checkpoint)
-    document.update(origin)
+
+    def save(part: bool = False) -> None:
+        """Write the report. part: more follows."""
+        if not procs.main or a.json is None:
+            return
+        origins: Any = [loaded.origin() for loaded in models]
+        checkpoint = origins[0]
+        if a.other is not None:
+            checkpoint = dict(zip("AB", origins, strict=True))
+        origin = provenance(
+            a, dtype, procs.device, procs.world_size, checkpoint=checkpoint
+        )
+        lines = [*likelihood_lines(models, document), *notes]
+        outputs.write_report(a.json, {**document, **origin}, lines, part)
+
     for eval_set in eval_sets:
         for name, of_name in scorers.items():
             tasks = []
@@ -395,13 +386,11 @@ def evaluate(a: Arguments, procs: Processes) -> None:
                 gap = likelihood.difference_row(tasks, losses, both)
                 document["differences"].append(gap)
             # After every task, so that a job that is killed loses none.
-            if procs.main:
-                lines = [*likelihood_lines(models, document), *notes]
-                outputs.write_report(a.json, document, lines, part=True)
-    if procs.main:
-        with outputs:  # raises an error if a file could not be written
-            outputs.write_report(a.json, document, lines)
-            show(*lines, sep="\n")
+            save(part=True)
+    with outputs:  # raises an error if a file could not be written
+        save()
+        if procs.main:
+            show(*likelihood_lines(models, document), *notes, sep="\n")
 
 
 def main() -> None:

@@ -15,18 +15,16 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .model import Transformer
-from .orders import OrderConfig, Roles, orders_at
+from .orders import Roles
 from .runtime.errors import UserError
 from .runtime.randomness import (
     ORDERS,
     SCORED_MASKS,
-    SCORED_ORDERS,
     philox_bits,
     to_uniform,
 )
 from .runtime.validation import Count, Probability, check_values
-from .scoring import group_starts, known_from, masked_log_probs, token_log_probs
+from .scoring import group_starts
 from .systems import NOISE_EPS, log_linear_noise
 
 SMALLEST_RATE = 2.0**-53  # random numbers may be 0, and weights are 1 / rate
@@ -442,108 +440,3 @@ def stratified(
     offset = float(to_uniform(bits)[0, 0])
     row = torch.arange(rows.start, rows.stop, dtype=torch.float64)
     return (row / total + offset) % 1.0
-
-
-class TokenNLL(NamedTuple):
-    """-log p of every token of B sequences, in nats, in sequence order. Which tokens
-    are scored is a mask: a NaN is a result of the model, and no mean leaves it out."""
-
-    values: Tensor  # (B, T) float64; 0 where a token is not scored
-    scored: Tensor  # BoolTensor (B, T)
-
-    def means(self) -> Tensor:
-        """Return the mean over the scored tokens of each sequence, (B,)."""
-        return self.values.sum(dim=1) / self.scored.sum(dim=1)
-
-
-def token_score_entropy(
-    model: Transformer, tokens: Tensor, seed: int, draw: int, rows: range, total: int
-) -> Tensor:
-    """Return one Monte Carlo sample of SEDD's own bound on the negative log-likelihood
-    in nats, the integral of score entropy over time: terms (B, T), float64, in sequence
-    order, whose mean it is. (`token_nll` takes SEDD's outputs as probabilities instead:
-    the scores, normalised.)"""
-    masks = evaluation_masks(
-        seed, draw, rows, total, tokens.shape[1], kind="score_entropy"
-    )
-    masks = masks.map(lambda tensor: tensor.to(tokens.device))
-    vocab = model.config.mask_token
-    assert vocab is not None
-    return score_entropy(model, tokens, masks, vocab)
-
-
-def token_nll(
-    model: Transformer,
-    tokens: Tensor,
-    orders: OrderConfig,
-    seed: int,
-    draw: int,
-    rows: range,
-    total: int,
-    scored_from: int = 0,
-    group: int = 1,
-    roles: Roles | None = None,
-) -> TokenNLL:
-    """Return one Monte Carlo sample of the negative log-likelihood of every token, a
-    function of (seed, draw, row). It is scored along one order from `orders`, `group`
-    steps at once. For an encoder, which needs a pass for every step, single steps of
-    "random" orders give the ELBO, estimated with `evaluation_masks`: the mean of the
-    terms of a sequence (0 where not masked).
-
-    tokens: LongTensor (B, T), the sequences `rows` of the `total` that are scored;
-    draw: which sample; scored_from: first step that counts, 1 for GPT-2; roles (on the
-    CPU): the tokens of the prompt, which comes first in every order."""
-    length = tokens.shape[1]
-    device = tokens.device
-    if model.config.is_encoder and orders.kind == "random" and group == 1:
-        masks = evaluation_masks(
-            seed,
-            draw,
-            rows,
-            total,
-            length,
-            roles=roles,
-        )
-        masks = masks.map(lambda tensor: tensor.to(device))
-        log_probs = masked_log_probs(model, tokens, masks.masked, masks.lengths)
-        nll = -masks.weight[:, None] * log_probs.double()
-        scored = torch.ones_like(nll, dtype=torch.bool)
-    else:
-        order = orders_at(
-            orders,
-            seed,
-            draw,
-            rows,
-            length,
-            stream=SCORED_ORDERS,
-        )
-        prompt_lengths = None
-        lengths = None
-        if roles is not None:
-            order = roles.first_given(order)
-            prompt_lengths = roles.given.sum(dim=1).to(device)
-            lengths = roles.lengths.to(device)
-        order = order.to(device)
-        if roles is not None and model.config.l2r_only:
-            # The prompt moves to the front: such a model reads a text as if it were
-            # written so.
-            identity = torch.arange(length, device=device).expand_as(order)
-            log_probs = token_log_probs(model, tokens.gather(1, order), identity)
-        else:
-            starts = None
-            if group > 1 or model.config.is_encoder:
-                starts = group_starts(order, group, prompt_lengths)
-            if starts is not None and prompt_lengths is not None:
-                # An encoder would take a pass for each step of the prompt.
-                starts = known_from(prompt_lengths[:, None], starts)
-            log_probs = token_log_probs(
-                model, tokens, order, known=starts, lengths=lengths
-            )
-        nll = -log_probs.double()
-        # From prediction order to sequence order.
-        nll = torch.empty_like(nll).scatter_(1, order, nll)
-        scored = torch.ones_like(nll, dtype=torch.bool)
-        scored.scatter_(1, order[:, :scored_from], False)
-    if roles is not None:
-        scored &= roles.predicted.to(device)
-    return TokenNLL(nll.where(scored, 0.0), scored)

@@ -10,8 +10,7 @@ from helpers import some_slow
 from reference import all_sequences, enumerable_system
 
 from aogpt.evaluation.estimates import Estimate, estimate, t_quantile
-from aogpt.evaluation.likelihood import importance_weighted
-from aogpt.objectives import token_nll
+from aogpt.evaluation.likelihood import importance_weighted, token_nll
 from aogpt.orders import OrderConfig
 
 # positions and tokens: 81 sequences, 24 orders

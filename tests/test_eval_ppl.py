@@ -30,9 +30,9 @@ import train
 from aogpt.checkpoints import load_model, store
 from aogpt.data.loader import TokenDataset, read_tokens, spread
 from aogpt.evaluation.eval_sets import read_text
-from aogpt.evaluation.likelihood import BatchRunner, Task
+from aogpt.evaluation.likelihood import BatchRunner, Task, token_score_entropy
 from aogpt.evaluation.report import monte_carlo
-from aogpt.objectives import ObjectiveConfig, token_score_entropy
+from aogpt.objectives import ObjectiveConfig
 from aogpt.orders import OrderConfig, orders_at
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.randomness import SCORED_ORDERS
@@ -520,7 +520,7 @@ def test_a_bad_option_ends_with_status_2_and_a_message(mistake, run, data):
         ),
         (
             "--orders fixed_blockwise:block=17",
-            "order.block 17 exceeds model.block_size 16; lower it",
+            "order.block 17 exceeds the blocks of",
         ),
         ("--ensemble 8 --group 2", "leave out --ensemble"),
         ("--datasets a.txt --split test", "--split is of prepared data sets"),

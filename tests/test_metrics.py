@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 import train
 from aogpt.checkpoints import load_model
 from aogpt.data.loader import TokenDataset, spread
-from aogpt.objectives import evaluation_masks, token_nll
+from aogpt.evaluation.likelihood import token_nll
+from aogpt.objectives import evaluation_masks
 from aogpt.orders import OrderConfig, orders_at
 from aogpt.runtime.randomness import SCORED_ORDERS
 from aogpt.scoring import masked_log_probs, token_log_probs

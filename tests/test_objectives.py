@@ -14,7 +14,8 @@ from reference import (
     random_tokens,
 )
 
-from aogpt.objectives import ao_ar_loss, evaluation_masks, token_nll
+from aogpt.evaluation.likelihood import token_nll
+from aogpt.objectives import ao_ar_loss, evaluation_masks
 from aogpt.orders import OrderConfig, orders_at
 from aogpt.runtime.randomness import SCORED_ORDERS
 from aogpt.scoring import token_log_probs

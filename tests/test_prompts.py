@@ -33,7 +33,6 @@ from reference import (
 
 import eval_ppl
 import train
-from aogpt import objectives
 from aogpt.data.loader import TokenDataset, load_meta, read_tokens, spread
 from aogpt.data.prompts import (
     PADDING,
@@ -44,7 +43,9 @@ from aogpt.data.prompts import (
     spans,
 )
 from aogpt.data.tokenizers import get_tokenizer
-from aogpt.objectives import ObjectiveConfig, evaluation_masks, masks_at, token_nll
+from aogpt.evaluation import likelihood
+from aogpt.evaluation.likelihood import token_nll
+from aogpt.objectives import ObjectiveConfig, evaluation_masks, masks_at
 from aogpt.orders import OrderConfig, Roles, orders_at
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.randomness import ORDERS, SCORED_ORDERS
@@ -493,7 +494,7 @@ def test_a_nan_at_any_predicted_place_is_the_loss(
     words = [config.run_folder, "--datasets", f"{questions}/", "--orders", "random"]
     words += ["--num-orders", 2, "--max-sequences", 2, "--json", report, "--overwrite"]
     for row, place in np.ndindex(*predicted.shape):
-        monkeypatch.setattr(objectives, "token_log_probs", nan_at(row, place))
+        monkeypatch.setattr(likelihood, "token_log_probs", nan_at(row, place))
         loss = val_losses.validation_loss(
             build_model(config.model), records, OrderConfig("random"), config, ALONE
         )

@@ -11,7 +11,8 @@ from helpers import ROOT
 from reference import accept, make_system, random_tokens
 
 from aogpt.evaluation.ensembles import cheap_gains
-from aogpt.objectives import ObjectiveConfig, evaluation_masks, masks_at, token_nll
+from aogpt.evaluation.likelihood import token_nll
+from aogpt.objectives import ObjectiveConfig, evaluation_masks, masks_at
 from aogpt.orders import OrderConfig, orders_at
 from aogpt.runtime import randomness
 from aogpt.sampling import modes

@@ -35,6 +35,7 @@ from reference import (
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import train
+from aogpt.evaluation.likelihood import token_score_entropy
 from aogpt.model import ModelConfig
 from aogpt.objectives import (
     Masks,
@@ -45,7 +46,6 @@ from aogpt.objectives import (
     masks_at,
     masks_of_count,
     score_entropy,
-    token_score_entropy,
 )
 from aogpt.orders import OrderConfig, orders_at
 from aogpt.runtime.errors import UserError

@@ -15,20 +15,127 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..checkpoints import Loaded
-from ..model import AOGPT
-from ..objectives import TokenNLL, token_nll, token_score_entropy
-from ..orders import OrderConfig, Roles
+from ..model import AOGPT, Transformer
+from ..objectives import evaluation_masks, score_entropy
+from ..orders import OrderConfig, Roles, orders_at
 from ..runtime.command_line import visible
 from ..runtime.devices import out_of_memory, release_memory, tf32
 from ..runtime.processes import Processes
+from ..runtime.randomness import SCORED_ORDERS
 from ..sampling.engine import generate
 from ..sampling.plans import Pace, Rule, Samples, order_plan
 from ..sampling.records import end_first
+from ..scoring import group_starts, known_from, masked_log_probs, token_log_probs
 from .ensembles import cheap_gains
 from .estimates import Estimate, estimate
 from .eval_sets import EvalSet
 
 ORDERS_PER_CONTEXT = 8  # gains vary far less than losses: they need fewer samples
+
+
+class TokenNLL(NamedTuple):
+    """-log p of every token of B sequences, in nats, in sequence order. Which tokens
+    are scored is a mask: a NaN is a result of the model, and no mean leaves it out."""
+
+    values: Tensor  # (B, T) float64; 0 where a token is not scored
+    scored: Tensor  # BoolTensor (B, T)
+
+    def means(self) -> Tensor:
+        """Return the mean over the scored tokens of each sequence, (B,)."""
+        return self.values.sum(dim=1) / self.scored.sum(dim=1)
+
+
+def token_score_entropy(
+    model: Transformer, tokens: Tensor, seed: int, draw: int, rows: range, total: int
+) -> Tensor:
+    """Return one Monte Carlo sample of SEDD's own bound on the negative log-likelihood
+    in nats, the integral of score entropy over time: terms (B, T), float64, in sequence
+    order, whose mean it is. (`token_nll` takes SEDD's outputs as probabilities instead:
+    the scores, normalised.)"""
+    masks = evaluation_masks(
+        seed, draw, rows, total, tokens.shape[1], kind="score_entropy"
+    )
+    masks = masks.map(lambda tensor: tensor.to(tokens.device))
+    vocab = model.config.mask_token
+    assert vocab is not None
+    return score_entropy(model, tokens, masks, vocab)
+
+
+def token_nll(
+    model: Transformer,
+    tokens: Tensor,
+    orders: OrderConfig,
+    seed: int,
+    draw: int,
+    rows: range,
+    total: int,
+    scored_from: int = 0,
+    group: int = 1,
+    roles: Roles | None = None,
+) -> TokenNLL:
+    """Return one Monte Carlo sample of the negative log-likelihood of every token, a
+    function of (seed, draw, row). It is scored along one order from `orders`, `group`
+    steps at once. For an encoder, which needs a pass for every step, single steps of
+    "random" orders give the ELBO, estimated with `evaluation_masks`: the mean of the
+    terms of a sequence (0 where not masked).
+
+    tokens: LongTensor (B, T), the sequences `rows` of the `total` that are scored;
+    draw: which sample; scored_from: first step that counts, 1 for GPT-2; roles (on the
+    CPU): the tokens of the prompt, which comes first in every order."""
+    length = tokens.shape[1]
+    device = tokens.device
+    if model.config.is_encoder and orders.kind == "random" and group == 1:
+        masks = evaluation_masks(
+            seed,
+            draw,
+            rows,
+            total,
+            length,
+            roles=roles,
+        )
+        masks = masks.map(lambda tensor: tensor.to(device))
+        log_probs = masked_log_probs(model, tokens, masks.masked, masks.lengths)
+        nll = -masks.weight[:, None] * log_probs.double()
+        scored = torch.ones_like(nll, dtype=torch.bool)
+    else:
+        order = orders_at(
+            orders,
+            seed,
+            draw,
+            rows,
+            length,
+            stream=SCORED_ORDERS,
+        )
+        prompt_lengths = None
+        lengths = None
+        if roles is not None:
+            order = roles.first_given(order)
+            prompt_lengths = roles.given.sum(dim=1).to(device)
+            lengths = roles.lengths.to(device)
+        order = order.to(device)
+        if roles is not None and model.config.l2r_only:
+            # The prompt moves to the front: such a model reads a text as if it were
+            # written so.
+            identity = torch.arange(length, device=device).expand_as(order)
+            log_probs = token_log_probs(model, tokens.gather(1, order), identity)
+        else:
+            starts = None
+            if group > 1 or model.config.is_encoder:
+                starts = group_starts(order, group, prompt_lengths)
+            if starts is not None and prompt_lengths is not None:
+                # An encoder would take a pass for each step of the prompt.
+                starts = known_from(prompt_lengths[:, None], starts)
+            log_probs = token_log_probs(
+                model, tokens, order, known=starts, lengths=lengths
+            )
+        nll = -log_probs.double()
+        # From prediction order to sequence order.
+        nll = torch.empty_like(nll).scatter_(1, order, nll)
+        scored = torch.ones_like(nll, dtype=torch.bool)
+        scored.scatter_(1, order[:, :scored_from], False)
+    if roles is not None:
+        scored &= roles.predicted.to(device)
+    return TokenNLL(nll.where(scored, 0.0), scored)
 
 
 @dataclass(frozen=True)
@@ -325,7 +432,7 @@ def scores_of(task: Task, losses: Losses) -> Scores:
         return {1: (bound, None)}
     weights = _weights(task)
     nll = estimate(
-        _samples(task, losses.nll),
+        losses.nll[:, 0] if scorer.exact else losses.nll,
         joint=scorer.joint,
         weights=weights,
         documents=documents,
@@ -401,8 +508,9 @@ def difference_row(tasks: list[Task], losses: list[Losses], rows: list[dict]) ->
     every sequence and Monte Carlo sample. rows: their results."""
     task = tasks[0]
     first, second = losses
+    differences = first.nll - second.nll
     gap = estimate(
-        _samples(task, first.nll - second.nll),
+        differences[:, 0] if task.scorer.exact else differences,
         joint=any(task.scorer.joint for task in tasks),
         weights=_weights(task),
         documents=task.eval_set.documents,
@@ -434,14 +542,6 @@ def _weights(task: Task) -> Tensor:
     """Return the weights (N,) of rows under which their mean is that over tokens."""
     scored = task.scored_tokens().double()
     return scored / scored.mean()
-
-
-def _samples(task: Task, nll: Tensor) -> Tensor:
-    """Return losses (N, D), or (N,) where they are exact: for `estimate`, without Monte
-    Carlo error."""
-    if task.scorer.exact:
-        return nll[:, 0]
-    return nll
 
 
 def importance_weighted(

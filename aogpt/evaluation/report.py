@@ -201,7 +201,17 @@ def likelihood_notes(rows: list[dict]) -> list[str]:
     kinds = set()
     enough = set()  # samples for a Monte Carlo error that can be trusted
     for row in rows:
-        texts[row["dataset"]] = text_of(row)
+        sequences = counted(row["sequences"], "sequences")
+        if row["sequences"] < row["blocks"]:
+            sequences = f"{row['sequences']:,} of {row['blocks']:,} sequences"
+        text = (
+            f"{row['dataset']} ({row['data']['split']}): {sequences} of "
+            f"{counted(row['documents'], 'documents')}, {row['tokens']:,} tokens"
+        )
+        if "p" in row:
+            block_size = row["data"]["block_size"]
+            text += f", blocks of {block_size:,}; p by {row['p_by']}"
+        texts[row["dataset"]] = text
         kinds |= {row["orders"].partition(":")[0], row["bound"]}
         if "p" in row:  # a comparison, which shows no Monte Carlo error
             continue
@@ -222,17 +232,3 @@ def likelihood_notes(rows: list[dict]) -> list[str]:
             f"--num-orders {max(enough)}"
         )
     return lines
-
-
-def text_of(row: dict) -> str:
-    """Return which part of a text was scored."""
-    sequences = counted(row["sequences"], "sequences")
-    if row["sequences"] < row["blocks"]:
-        sequences = f"{row['sequences']:,} of {row['blocks']:,} sequences"
-    text = (
-        f"{row['dataset']} ({row['data']['split']}): {sequences} of "
-        f"{counted(row['documents'], 'documents')}, {row['tokens']:,} tokens"
-    )
-    if "p" in row:
-        text += f", blocks of {row['data']['block_size']:,}; p by {row['p_by']}"
-    return text

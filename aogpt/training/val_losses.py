@@ -11,7 +11,6 @@ import torch
 
 from ..data.loader import TokenDataset, spread
 from ..model import Transformer
-from ..objectives import token_nll
 from ..orders import OrderConfig, Roles
 from ..runtime.devices import autocast
 from ..runtime.processes import Processes
@@ -103,6 +102,8 @@ def validation_loss(
     """Return the mean nats per token of eval.sequences blocks, `group` tokens at a
     time, under eval.draws orders or masks each. Blocks, evenly spread, and orders are
     the same in every validation. All processes must call."""
+    from ..evaluation.likelihood import token_nll  # which --help does not need
+
     chosen = spread(config.eval.sequences, val_data.num_blocks)
     count = len(chosen)
     size = config.micro_batch_size(procs.world_size)
