@@ -121,7 +121,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
             a.block_size,
             a.checkpoint,
         )
-        if models[run].of_records:
+        if models[run].of_records and models[run].record_end is None:
             procs.print0(modes.RECORDS_NOTE, file=sys.stderr)
         for options in sweep:
             samplers.append((run, fitted(run, models[run], options, a)))

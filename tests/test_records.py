@@ -149,7 +149,15 @@ def test_samples_of_records_have_their_probabilities(system):
 @pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "mask_query", "RADD"])
 @pytest.mark.parametrize(
     "mode",
-    ["mdm", "even", "random", "confidence", "entropy", "speculative"],
+    [
+        "mdm",
+        "even:steps=2",
+        "slots:block=2",
+        "confidence",
+        "entropy:block=2",
+        "margin:threshold=0.3",
+        "speculative",
+    ],
 )
 def test_every_mode_ends_samples_where_their_length_says(system, mode):
     text = of_records(system, torch.float32)
