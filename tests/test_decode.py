@@ -1437,7 +1437,7 @@ def test_packed_layers_generate_what_the_models_own_do(monkeypatch):
     """Several samples of a wide model take them; a single one, which needs no second
     copy of the weights, and those of narrower models do not."""
     model = make_system("AO-GPT", 0, torch.float32)
-    plan = l2r_plan(3, 8)
+    plan = make_plan("l2r", 3, 8)
     uniforms = uniforms_for(3, 8, seed=1)
     plain = generate(model, plan, uniforms=uniforms)
     monkeypatch.setattr(cached, "WIDE", 0)
