@@ -106,9 +106,6 @@ class Arguments(RunOptions, ReportOptions, SplitOption):
     use a context per 8 of them, at least two."""
     max_sequences: Count | None = None
     """Score only this many blocks, spread over the split."""
-    batch_size: Count | None = None
-    """Sequences per pass; by default chosen for speed, and halved when memory runs out.
-    Does not change the results."""
 
 
 def check_arguments(a: Arguments) -> Outputs:
@@ -350,7 +347,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
                 notes.append(f"{eval_set.name}: {note}")
 
     # 3. The losses, task after task.
-    runner = likelihood.BatchRunner(procs, dtype, block_size, a.batch_size)
+    runner = likelihood.BatchRunner(procs, dtype, block_size)
     document: dict[str, Any] = {"results": []}
     if a.other is not None:
         document["differences"] = []

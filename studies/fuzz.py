@@ -127,8 +127,7 @@ PROTECTED = (".safetensors", ".bin", ".pt", "state.json", "export/config.json")
 OPTIONS = {
     "sample": "num-samples length temperature top-p top-k batch-size seed mode "
     "block-size dtype weights device prompt infill jsonl html",
-    "perplexity": "orders ensemble group num-orders max-sequences batch-size split "
-    "json",
+    "perplexity": "orders ensemble group num-orders max-sequences split json",
     "prepare": "limit val-fraction field tokenizer split source val out",
     "judge": "mode num-samples batch-size length judge json",
     "resume": "optim.lr train.batch-size train.micro-batch-size model.n-layer "

@@ -17,6 +17,7 @@ import aogpt
 import eval_ppl
 import train
 from aogpt.checkpoints import load_model, store
+from aogpt.evaluation import likelihood
 from aogpt.evaluation.eval_sets import open_texts
 from aogpt.scoring import token_log_probs
 from convert import convert
@@ -209,7 +210,7 @@ def test_a_text_is_scored_as_it_is_from_a_file_an_option_or_a_pipe(run, raw, tmp
 LINES = ["the order", "", "of any mask", "x", "  ", "is drawn at random, said the fox"]
 
 
-def test_each_line_of_a_text_is_a_document(compare, run, raw, tmp_path):
+def test_each_line_of_a_text_is_a_document(compare, run, raw, tmp_path, monkeypatch):
     """Against each line scored by itself."""
     text = tmp_path / "my.txt"
     text.write_text("\n".join(LINES) + "\n")
@@ -236,9 +237,8 @@ def test_each_line_of_a_text_is_a_document(compare, run, raw, tmp_path):
     joined = compare(run, raw, "--orders l2r", datasets=[text])["differences"][0]
     assert (joined["documents"], joined["p_by"]) == (1, "sequence")
     # Whatever the batches.
-    one = compare(
-        run, raw, "--lines --num-orders 3 --seed 2 --batch-size 1", datasets=[text]
-    )
+    monkeypatch.setitem(likelihood.BATCH_TOKENS, "cpu", 1)
+    one = compare(run, raw, "--lines --num-orders 3 --seed 2", datasets=[text])
     for row, other in zip(report["differences"], one["differences"], strict=True):
         assert other["nll"]["a"] == pytest.approx(row["nll"]["a"], rel=1e-6)
 

@@ -140,7 +140,7 @@ def test_a_nan_is_the_loss_or_an_error(
     else:
         fixture, words = ESTIMATORS[name]
         run = request.getfixturevalue(fixture)
-    words = [*words.split(), "--max-sequences", 3, "--overwrite", "--batch-size", 2]
+    words = [*words.split(), "--max-sequences", 3, "--overwrite"]
 
     def results(place):
         monkeypatch.setattr(eval_ppl, "load", lambda *_: loaded_with(run, place))

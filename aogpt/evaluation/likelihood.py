@@ -30,6 +30,7 @@ from .ensembles import cheap_gains
 from .estimates import Estimate, estimate
 from .eval_sets import EvalSet
 
+BATCH_TOKENS = {"cpu": 2**12, "cuda": 2**19}  # of a pass; more are not faster
 ORDERS_PER_CONTEXT = 8  # gains vary far less than losses: they need fewer samples
 
 
@@ -271,26 +272,14 @@ class Task(NamedTuple):
 
 class BatchRunner:
     """A runner that computes results for the rows of an eval set in batches, a share of
-    the rows on each process.
+    the rows on each process. Batches are large enough for a fast pass, and halved for
+    good where memory runs out."""
 
-    batch_size: rows; None: enough for a fast pass, halved for good where memory runs
-    out."""
-
-    def __init__(
-        self,
-        procs: Processes,
-        dtype: torch.dtype,
-        block_size: int,
-        batch_size: int | None = None,
-    ):
+    def __init__(self, procs: Processes, dtype: torch.dtype, block_size: int):
         self.procs = procs
         self.dtype = dtype
-        self.halves = batch_size is None
-        # Tokens: more are not faster.
-        most = 2**19
-        if procs.device.type == "cpu":
-            most = 2**12
-        self.batch_size = batch_size or max(1, most // block_size)
+        most = BATCH_TOKENS.get(procs.device.type, BATCH_TOKENS["cuda"])
+        self.batch_size = max(1, most // block_size)
 
     def run(
         self,
@@ -348,8 +337,7 @@ class BatchRunner:
                 tokens = eval_set.tokens(rows).to(device)
                 return work(tokens, rows).cpu()
         except (MemoryError, RuntimeError) as error:
-            may_halve = self.halves and self.batch_size > 1
-            if not may_halve or not out_of_memory(error):
+            if self.batch_size == 1 or not out_of_memory(error):
                 raise
         return None
 
