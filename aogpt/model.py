@@ -127,7 +127,6 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        """Return the width of a head."""
         return self.head_width or self.n_embd // self.n_head
 
     @property

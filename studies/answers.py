@@ -42,7 +42,6 @@ class Judge(Protocol):
 
 
 def first_rows(questions: Questions, count: int) -> Questions:
-    """Return the first `count` rows."""
     roles = Roles(
         predicted=questions.roles.predicted[:count], given=questions.roles.given[:count]
     )

@@ -177,7 +177,6 @@ def options_for(a: Arguments, loaded: Loaded, judge: Judge | None) -> DecodingOp
 
 
 def table_of(results: list[dict]) -> list[str]:
-    """Return the lines of the table of results."""
     cells = []
     for result in results:
         row = []

@@ -121,7 +121,6 @@ def dequantised(tensor: Any, heads: int | None) -> Tensor:
 
 
 def tokenizer_of(fields: dict[str, Any]) -> Tokenizer:
-    """Return the tokenizer of a file."""
     split = fields.get("tokenizer.ggml.pre")
     if split not in SPLITS:
         raise UserError(f"its tokenizer splits text as {split!r}, not as {SPLITS}")

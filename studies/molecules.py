@@ -63,7 +63,6 @@ Wheel = Annotated[Path, tyro.conf.arg(metavar="FILE")]
 
 
 def benchmark(wheel: Path) -> Moses:
-    """Return the benchmark in this file."""
     if not wheel.is_file():
         raise UserError(
             f"there is no {wheel}; get it: pip download --no-deps molsets==0.3.1"

@@ -71,7 +71,6 @@ class Moses:
             return archive.read(name)
 
     def molecules(self, split: str) -> list[str]:
-        """Return the SMILES of a set."""
         text = gzip.decompress(self.read(f"{DATA}/{split}.csv.gz")).decode()
         rows = text.split()
         assert rows[0] == "SMILES", rows[0]

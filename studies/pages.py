@@ -177,7 +177,6 @@ def judgements(experiment: Experiment, recipes: Recipes) -> dict[str, list[dict]
 
 
 def primary_of(claims: dict[str, list[dict]]) -> list[dict]:
-    """Return the primary claims under all recipes."""
     primary = []
     for under_recipe in claims.values():
         primary += [claim for claim in under_recipe if claim["primary"]]

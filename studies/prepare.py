@@ -28,7 +28,6 @@ CONFIGS = {"sudoku6": "studies/configs/sudoku6.toml"}  # run configs made for a 
 
 
 def datasets() -> dict[str, Dataset]:
-    """Return the datasets by name."""
     by_name: dict[str, Dataset] = {
         "chorales": CHORALES,
         "polya": Generated((60_000, 4_000), make=polya),

@@ -19,7 +19,6 @@ CHANGED = "books have other lengths than those behind the results (data/books.ts
 
 
 def books() -> list[dict[str, str]]:
-    """Return the rows of books.tsv."""
     with LIST.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
 

@@ -70,7 +70,6 @@ are downloaded, or local copies in --source."""
 
 
 def _option(kind: Any, metavar: str, default: str) -> Any:
-    """Return an option whose default depends on the dataset."""
     hint = f"(default: {default})"
     return Annotated[kind, tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)]
 

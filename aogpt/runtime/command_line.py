@@ -56,7 +56,7 @@ class ModelOptions:
 
 
 def _read_as_utf8(words: list[str]) -> str:
-    """Return a text of the command line, whose bytes are UTF-8 whatever the locale."""
+    """Return a text of the command line, whose bytes are UTF-8 in any locale."""
     return os.fsencode(words[0]).decode("utf-8")
 
 

@@ -136,7 +136,6 @@ def _wrong(name: str, value: Any, problem: str) -> UserError:
 
 
 def _inside(name: str, key: Any) -> str:
-    """Return the dotted name of a key in a table."""
     return f"{name}.{key}" if name else str(key)
 
 
@@ -216,7 +215,6 @@ def _of_table(value: Any, table: Any, name: str) -> Any:
 
 
 def _is_required(field: dataclasses.Field) -> bool:
-    """Return whether a field has no default."""
     missing = dataclasses.MISSING
     return field.default is missing and field.default_factory is missing
 

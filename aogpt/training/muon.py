@@ -49,7 +49,7 @@ class Muon(torch.optim.Optimizer):
         self.found_inf: Tensor | None = None
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]  # nobody passes a closure
+    def step(self) -> None:  # type: ignore[override]  # no caller passes a closure
         """Update all weights from their gradients."""
         finite = None
         if self.found_inf is not None:

@@ -55,7 +55,6 @@ def models_of(run: str) -> list[str]:
 
 
 def page(run: str):
-    """Return the page, gradio's Blocks."""
     try:
         import gradio as gr
     except ImportError:

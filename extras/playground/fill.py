@@ -111,7 +111,6 @@ class Fill:
         return blanks[int(scores.argmax())]
 
     def _uniforms(self, seed: int, stream: int) -> list[float]:
-        """Return a random number for each position."""
         first = range(1)  # the first sample of sample.py
         width = len(self.context)
         bits = philox_bits(
