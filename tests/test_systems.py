@@ -578,6 +578,26 @@ def test_without_group_attention_a_context_in_groups_is_one_token_after_the_othe
         assert (got[:, i] - expected).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("system", ["AO-GPT", "mask_query", ONE_BY_ONE, "RADD", "SEDD"])
+@torch.no_grad()
+def test_each_step_is_predicted_from_its_own_number_of_known_tokens(system):
+    """Against that step alone, moved to where its context ends: 1e-9, float64."""
+    model = make_system(system, 3)
+    tokens = random_tokens(TOKENS, batch_size=3, length=LENGTH, seed=0)
+    order = random_orders(batch_size=3, length=LENGTH, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    sizes = torch.randint(0, LENGTH, order.shape, generator=generator)
+    got = token_log_probs(model, tokens, order, known=sizes)
+    steps = torch.arange(LENGTH)
+    assert torch.equal(got == 0, sizes > steps)
+    for b, i in (sizes <= steps).nonzero().tolist():
+        size = sizes[b, i]
+        moved = torch.cat([order[b, :size], order[b, i : i + 1], order[b, size:i]])
+        moved = torch.cat([moved, order[b, i + 1 :]])[None]
+        alone = token_log_probs(model, tokens[b : b + 1], moved)[0, size]
+        assert abs(got[b, i] - alone) < 1e-9
+
+
 def training_inputs(system, model, batch, seed):
     """Return arguments of the training pass, as train.py gives them."""
     tokens = random_tokens(TOKENS, batch, LENGTH, seed)
