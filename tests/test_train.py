@@ -940,7 +940,7 @@ def test_the_end_of_a_run_names_the_newest_and_the_best_checkpoint_with_their_lo
     for _ in range(2):  # also of a run that was finished already
         status, out, _ = script(train, write_config(config))
         assert status == 0
-        assert "step 10 (validation loss 3.2500), which scripts use" in out
+        assert "newest checkpoint: step 10, which scripts use" in out
         assert "best: step 5 (validation loss 2.0000), --checkpoint best" in out
     status, out, err = script(sample, config.run_folder, "--checkpoint", "best")
     assert status == 0
@@ -1036,7 +1036,7 @@ def test_a_validation_loss_that_is_not_finite_was_measured(
     validations(monkeypatch, {6: math.nan})
     train.train(tiny_config(data, tmp_path, steps=6, eval__interval=6), ALONE)
     out = capsys.readouterr().out
-    assert "step 6 (validation loss not finite); none has been chosen as the" in out
+    assert "newest checkpoint: step 6; none has a finite validation loss" in out
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -5,7 +5,6 @@ import shlex
 from ..checkpoints import store
 from .checkpoint import Progress
 from .config import Config
-from .val_losses import saved_losses
 
 
 def closing_lines(
@@ -32,7 +31,7 @@ def closing_lines(
             more += " or another --name"
         options = sample_options(config, of_records)
         end += f"; next: python sample.py {folder} {options}, or {more}"
-    return f"{newest_and_best(config, progress)}\n{end}"
+    return f"{newest_and_best(progress)}\n{end}"
 
 
 def sample_options(config: Config, of_records: bool) -> str:
@@ -48,25 +47,16 @@ def sample_options(config: Config, of_records: bool) -> str:
     return f"--mode {shlex.quote(orders.option)} {sharper}"  # it knows no other orders
 
 
-def newest_and_best(config: Config, progress: Progress) -> str:
-    """Return the validation losses of the newest and the best checkpoint, for the end
-    of a run."""
+def newest_and_best(progress: Progress) -> str:
+    """Return which checkpoints the end of a run leaves: the newest and the best."""
     best = progress.best
-    losses = saved_losses(config)
-    loss = "not validated"
-    if progress.step in losses:
-        value = losses[progress.step]
-        loss = "validation loss not finite"
-        if value is not None:
-            loss = f"validation loss {value:.4f}"
-    newest = f"step {progress.step} ({loss})"
-    if best is None and not losses:
-        return "no checkpoint has been validated yet (--eval.interval)"
+    newest = f"step {progress.step}"
     if best is None:
-        return f"newest checkpoint: {newest}; none has been chosen as the best"
+        return f"newest checkpoint: {newest}; none has a finite validation loss"
+    loss = f"(validation loss {best['loss']:.4f})"
     if best["step"] == progress.step:
-        return f"the newest checkpoint, {newest}, is the best"
+        return f"the newest checkpoint, {newest} {loss}, is the best"
     return (
         f"newest checkpoint: {newest}, which scripts use; best: step {best['step']} "
-        f"(validation loss {best['loss']:.4f}), --checkpoint best"
+        f"{loss}, --checkpoint best"
     )
