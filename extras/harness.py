@@ -10,6 +10,7 @@ import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 
 # isort: split
 import zlib
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import aogpt
+from aogpt.data.tokenizers import END_OF_TEXT, notes_on_special
 from aogpt.orders import OrderConfig, orders_at
 from aogpt.runtime.command_line import RunOptions, run_script, show, with_help
 from aogpt.runtime.devices import pick_dtype
@@ -91,6 +93,7 @@ class HarnessModel(TemplateLM):
             raise UserError("an encoder has no left-to-right likelihood: order random")
         if self.model.config.l2r_only and (self.order, self.mode) != ("l2r", "l2r"):
             raise UserError("this model is a plain GPT: take order l2r and mode l2r")
+        self.special: Counter[str] = Counter()  # the most in one text of a request
         self.num_orders = 1 if self.order == "l2r" else num_orders
         self.seed = seed
 
@@ -100,7 +103,11 @@ class HarnessModel(TemplateLM):
         return self.tokenizer.eot
 
     def tok_encode(self, string: str, add_special_tokens=None, **kwargs) -> list[int]:
-        """Return the tokens of a text."""
+        """Return the tokens of a text, and count its special tokens that are read as
+        ordinary text."""
+        counts = self.tokenizer.count_special([string])
+        counts.pop(END_OF_TEXT, None)  # which is a token here
+        self.special |= counts
         return self.tokenizer.encode_documents(string).tolist()
 
     def _encode_pair(
@@ -291,6 +298,8 @@ def main() -> None:
         )
         show(f"{model.loaded.description}, log-likelihoods: {model.order}")
         show(make_table(results))
+        for note in notes_on_special(model.special):
+            show(f"note: in a request, {note}")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ tasks through lm-evaluation-harness without network."""
 import itertools
 import json
 import math
+import re
 import statistics
 from types import SimpleNamespace
 
@@ -123,6 +124,14 @@ def test_end_of_text_in_a_text_is_one_token_as_where_texts_are_scored(
     (scored,) = aogpt.TextModel(lm.loaded).score([context + end])
     context_length = len(tokenizer.encode_documents(context))
     assert value == pytest.approx(sum(scored.log_probs[context_length:]), abs=EXACT)
+
+
+def test_other_special_tokens_in_a_request_are_counted(monkeypatch):
+    lm = adapter("AO-GPT")
+    pattern = re.compile(r"</s>|<\|endoftext\|>")
+    monkeypatch.setattr(lm.tokenizer, "special_pattern", pattern)
+    lm.loglikelihood([request("a</s>b</s>", "c<|endoftext|>"), request("</s>", "d")])
+    assert lm.special == {"</s>": 2}
 
 
 @pytest.mark.parametrize(
