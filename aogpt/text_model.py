@@ -793,14 +793,14 @@ class TextModel:
 
         # 2. The second place given each token of the first; and the other way round.
         tables = []
-        for known in range(orders):
+        for given in range(orders):
             rows = tokens.repeat(top, 1)
-            rows[:, positions[known]] = candidates[known]
-            order = [positions[known], positions[1 - known]]
+            rows[:, positions[given]] = candidates[given]
+            order = [positions[given], positions[1 - given]]
             conditionals = self._distributions(rows, order, unknown=1)  # (top, V)
-            chosen = conditionals[:, candidates[1 - known]]
-            table = values[known][:, None] * chosen
-            tables.append(table.T if known else table)
+            chosen = conditionals[:, candidates[1 - given]]
+            table = values[given][:, None] * chosen
+            tables.append(table.T if given else table)
         table = torch.stack(tables).mean(dim=0)
         return Pairs(
             first=self._likely(candidates[0], values[0]),

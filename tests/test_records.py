@@ -163,13 +163,13 @@ def test_every_mode_ends_samples_where_their_length_says(system, mode):
     text = of_records(system, torch.float32)
     if mode == "speculative" and system == "RADD":
         return
-    options = {"mode": mode, "temperature": 1.0, "num_samples": 60}
-    samples = text.generate(["", "b"], **options)
+    samples = text.generate(["", "b"], num_samples=60, temperature=1.0, mode=mode)
     lengths = [len(one.text) for one in samples]
     assert {one.text[0] for one in samples[60:]} == {"b"}
-    assert lengths == [
-        len(one.text) for one in text.generate(["", "b"], **{**options, "mode": "l2r"})
-    ]
+    left_to_right = text.generate(
+        ["", "b"], num_samples=60, temperature=1.0, mode="l2r"
+    )
+    assert lengths == [len(one.text) for one in left_to_right]
     assert max(lengths) == 3
     for one in samples:
         assert sorted(one.order) == list(range(len(one.text)))
@@ -217,23 +217,25 @@ def test_the_text_api_knows_the_end_of_a_record(system):
 WORDS = ["a", "ab", "abc", "abcabc", "abcabcabcabc", "bca", "bcabca"]
 
 
-def data_of(tmp_path, name="data", rows=None, **options):
+def data_of(tmp_path, name="data", rows=None, alphabet="abc", **options):
     rows = rows or [{"text": WORDS[n % 7]} for n in range(600)]
     source = write_rows(tmp_path / f"{name}.jsonl", rows)
-    options = {"block_size": 16, "alphabet": "abc", "tokenizer": None, **options}
-    if options["alphabet"] is None:
-        options["tokenizer"] = "bytes"
-    return prepared("records", tmp_path / name, source, **options)
+    options.setdefault("block_size", 16)
+    tokenizer = "bytes" if alphabet is None else None
+    return prepared(
+        "records",
+        tmp_path / name,
+        source,
+        alphabet=alphabet,
+        tokenizer=tokenizer,
+        **options,
+    )
 
 
-def config_of(data, tmp_path, name="run", **changes):
-    changes = {
-        "data__end": "given",
-        "model__dropout": 0.0,
-        "eval__sequences": 30,  # all
-        **changes,
-    }
-    return tiny_config(data, tmp_path / "out", name, **changes)
+def config_of(data, tmp_path, name="run", end="given", **changes):
+    changes.setdefault("eval__sequences", 30)  # all
+    out = tmp_path / "out"
+    return tiny_config(data, out, name, data__end=end, model__dropout=0.0, **changes)
 
 
 def test_a_given_end_is_no_prediction(tmp_path):
@@ -328,8 +330,8 @@ def test_of_a_thousand_samples_in_random_order_each_ends_once(
         counts[row["length"]] += 1
     expected = [1000 * math.exp(end.log_prob(n)) for n in range(16)]
     assert chi_square_p(counts, torch.tensor(expected).double()) > LEVEL
-    known = sum(row["text"] in WORDS for row in rows)
-    assert known > 500  # it has learned something
+    words = sum(row["text"] in WORDS for row in rows)
+    assert words > 500  # it has learned something
 
     def draw(*options):
         run_main(

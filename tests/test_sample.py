@@ -729,8 +729,8 @@ def test_generated_text_is_bold_on_a_terminal():
 
 def test_blocks_longer_than_every_sample_are_told():
     """The orders are then those of one block: from left to right in slots."""
-    told = "blocks of slots:block=9 are longer than the samples, 8 tokens"
+    note = "blocks of slots:block=9 are longer than the samples, 8 tokens"
     for mode in ("slots:block=9", "speculative:order=slots,block=9"):
-        assert told in modes.block_note(modes.parse_mode(mode), longest=8)
+        assert note in modes.block_note(modes.parse_mode(mode), longest=8)
     for mode in ("slots:block=8", "mdm", "confidence:block=9"):
         assert modes.block_note(modes.parse_mode(mode), longest=8) == ""
