@@ -472,8 +472,8 @@ def words(text):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("--prompt | xxxxxxxxxxxxxxxx", "16 tokens | --length is 16 | block size"),
-        ("--length | 17", "--length is 17 | block size, 16"),
+        ("--prompt | xxxxxxxxxxxxxxxx", "16 tokens | --length is 16 | at most 16"),
+        ("--length | 17", "--length is 17 | at most 16 tokens"),
         ("--mode | mmd", "--mode mmd: there is no such mode | mdm, even"),
         ("--mode | mdm:steps=0", "--mode mdm:steps=0: steps is 0 | at least 1"),
         ("--mode | mdm:steps=few", "steps is 'few', not of type int"),
