@@ -207,6 +207,7 @@ def make_samples(
         settings["versions"] = versions()
         label = f"{name_of(settings)} samples"
         records = []
+        engine = options.engine(loaded.model, loaded.vocab_size)
         started = time.perf_counter()
         for part in modes.parts_of(1, a.num_samples):
             planned = modes.plan_samples(
@@ -216,9 +217,7 @@ def make_samples(
                 num_samples=len(part.samples),
                 first=part.samples.start,
             )
-            samples = modes.generate_distributed(
-                loaded.model, planned, options, loaded.vocab_size, procs, label=label
-            )
+            samples = modes.generate_distributed(engine, planned, procs, label=label)
             for record in sample_records(samples, loaded.get_tokenizer()):
                 records.append({key: record[key] for key in SCORED})
         seconds = round(time.perf_counter() - started, 3)

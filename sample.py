@@ -201,6 +201,7 @@ def fill(a: Arguments, session: Session, requests: list[Request]) -> None:
     contexts = list(encoded.values())
     keys = list(encoded)
     numbers = [key % MOST_CONTEXTS for key in keys]
+    engine = session.options.engine(loaded.model, loaded.vocab_size)
     plan = session.options.plan
     note = modes.block_note(plan, longest=max(map(len, contexts)))
     if note:
@@ -228,12 +229,7 @@ def fill(a: Arguments, session: Session, requests: list[Request]) -> None:
             if note:
                 session.procs.print0(note, file=sys.stderr)
         samples = modes.generate_distributed(
-            loaded.model,
-            planned,
-            session.options,
-            loaded.vocab_size,
-            session.procs,
-            end_token=end_token,
+            engine, planned, session.procs, end_token=end_token
         )
         if not session.procs.main:
             continue

@@ -6,14 +6,14 @@
 
 A mistake in an argument raises `aogpt.UserError`, a ValueError whose message is one
 line. `aogpt.text_model` says what a model does with text; `aogpt.model` is the network
-on one page, and `aogpt.generate` makes samples of it from a plan."""
+on one page, and `aogpt.Engine` makes samples of it from a plan."""
 
 from typing import TYPE_CHECKING, Any
 
 from .runtime.errors import UserError
 
 if TYPE_CHECKING:
-    from .sampling import generate
+    from .sampling import Engine
     from .text_model import (
         Alternative,
         Joint,
@@ -29,6 +29,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "Alternative",
+    "Engine",
     "Joint",
     "Likely",
     "Pairs",
@@ -37,7 +38,6 @@ __all__ = [
     "TextModel",
     "UserError",
     "__version__",
-    "generate",
     "load",
 ]
 
@@ -47,10 +47,10 @@ def __getattr__(name: str) -> Any:
     to import, and a command that prepares data needs none of it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "generate":
-        from .sampling import generate
+    if name == "Engine":
+        from .sampling import Engine
 
-        return generate
+        return Engine
     from . import text_model
 
     return getattr(text_model, name)

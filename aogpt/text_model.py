@@ -673,10 +673,9 @@ class TextModel:
             planned = modes.plan_samples(decoding.plan, contexts, seed, count, keys)
             if self.end is not None:
                 planned = planned._replace(plan=end_first(planned.plan))
+            engine = decoding.engine(self.model, self.loaded.vocab_size)
             alone = Processes(0, 1, self.device)
-            generation = modes.generate_distributed(
-                self.model, planned, decoding, self.loaded.vocab_size, alone
-            )
+            generation = modes.generate_distributed(engine, planned, alone)
         if self.end is not None:
             generation = without_end(generation)
         orders = generation.order.tolist()

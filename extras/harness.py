@@ -244,9 +244,8 @@ class HarnessModel(TemplateLM):
             planned = modes.plan_samples(
                 options.plan, [context + [None] * new], self.seed + number
             )
-            (sample,) = modes.generate_rows(
-                self.model, planned, options, self.loaded.vocab_size
-            )
+            engine = options.engine(self.model, self.loaded.vocab_size)
+            (sample,) = modes.generate_rows(engine, planned)
             answer = sample[len(context) :]
             texts.append(modes.text_until(self.tokenizer, answer, stops))
         return texts

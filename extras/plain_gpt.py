@@ -117,6 +117,7 @@ def fill(
             f"size, {model.config.block_size}"
         )
     choice = DecodingOptions(mode="l2r", temperature=temperature)
+    engine = choice.engine(model, vocab_size)
     rows = [Row(gapped.texts[0], origin=row) for row in range(draws)]
     filled = rows
     weights = torch.full((draws,), 1 / draws, dtype=torch.float64)
@@ -134,7 +135,7 @@ def fill(
             rows = [filled[i] for i in chosen.clamp(max=len(filled) - 1).tolist()]
         contexts = [[*row.tokens, *[None] * lengths[-1]] for row in rows]
         planned = plan_samples(choice.plan, contexts, seed + gap)
-        drawn = generate_rows(model, planned, choice, vocab_size)
+        drawn = generate_rows(engine, planned)
         filled, log_weights = extended(
             model, rows, drawn, lengths, after, temperature, vocab_size
         )

@@ -102,9 +102,8 @@ def answer(
     contexts = modes.contexts_of(questions.tokens, roles.given, roles.lengths)
     planned = modes.plan_samples(options.plan, contexts, seed)
     started = time.perf_counter()
-    samples = modes.generate_distributed(
-        loaded.model, planned, options, loaded.vocab_size, procs, label=questions.name
-    )
+    engine = options.engine(loaded.model, loaded.vocab_size)
+    samples = modes.generate_distributed(engine, planned, procs, label=questions.name)
     seconds = time.perf_counter() - started
     return Answers(
         records=_compared(loaded, questions, samples, judge),

@@ -23,6 +23,7 @@ from aogpt.runtime.devices import pick_device, pick_dtype
 from aogpt.runtime.outputs import markdown_table
 from aogpt.runtime.validation import Count
 from aogpt.sampling import Engine, Generation, Plan, TokenChoice, group_sizes, plans
+from aogpt.sampling.compiled import Graphed
 from studies import bench_common as common
 from studies.bench_common import SIZES, BenchOptions
 
@@ -274,41 +275,36 @@ class DecodeBench:
         seconds, without those in which graphs are recorded, and the samples of each
         plan."""
         shape = (self.B, self.T)
-        engine = self.engine(system, shape)
+        engine = self.engine(system)
         generator = common.seeded(1)
         tokens = torch.randint(self.vocab_size, shape, generator=generator)
         before = recording_seconds(engine)
         common.synchronize(self.device)
         started = time.perf_counter()
-        generations = [
-            engine.generate(plan, tokens, generator=generator) for plan in parts
-        ]
+        generations = [engine.generate(plan, tokens, generator) for plan in parts]
         common.synchronize(self.device)
         seconds = time.perf_counter() - started
         recording = recording_seconds(engine) - before
         return seconds - recording, generations
 
-    def engine(self, system: str, shape: tuple[int, int]) -> Engine:
+    def engine(self, system: str) -> Engine:
         """Return the engine of a system; its buffers, packed weights, compiled steps
         and graphs are made once."""
         name = SYSTEMS[system].model
         is_eager = SYSTEMS[system].is_eager
         key = (name, is_eager)
         if key not in self.engines:
-            model = self.models[name]
-            batch_size, length = shape
             engine = Engine(
-                model,
-                batch_size,
-                length,
+                self.models[name],
                 CHOICE,
                 self.vocab_size,
                 compile=self.options.compile and not is_eager,
             )
-            if "attention" in self.options.without:
-                engine.attention = None
-            if "graphs" in self.options.without:
-                engine.graphs = None
+            batch = engine.batch_of(self.B, self.T)
+            if isinstance(batch, Graphed):
+                if "attention" in self.options.without:
+                    batch.kernel = None
+                batch.is_recorded = "graphs" not in self.options.without
             self.engines[key] = engine
         return self.engines[key]
 
@@ -371,7 +367,7 @@ def part_of(name: str) -> str:
 
 def recording_seconds(engine: Engine) -> float:
     """Return the seconds in which the engine has recorded graphs so far."""
-    return 0.0 if engine.graphs is None else engine.graphs.seconds
+    return getattr(engine.batch, "recording_seconds", 0.0)
 
 
 def allocated(device: torch.device, work: Callable) -> tuple[int, int]:

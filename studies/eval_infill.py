@@ -322,7 +322,8 @@ def fill_in(
     planned = modes.plan_samples(options.plan, contexts, seed)
     if reads_on:
         planned = masked_up_to(planned, T)
-    return modes.generate_rows(loaded.model, planned, options, loaded.vocab_size)
+    engine = options.engine(loaded.model, loaded.vocab_size)
+    return modes.generate_rows(engine, planned)
 
 
 def masked_up_to(planned: PlannedSamples, width: int) -> PlannedSamples:

@@ -22,7 +22,7 @@ from scipy.stats import chi2
 from aogpt.evaluation.ensembles import RandomStream, ensemble_log_probs, permute_context
 from aogpt.model import ModelConfig
 from aogpt.orders import orders_at
-from aogpt.sampling.engine import generate
+from aogpt.sampling.engine import Engine
 from aogpt.sampling.modes import parse_mode
 from aogpt.sampling.plans import Samples
 from aogpt.sampling.scores import SCORES
@@ -934,6 +934,29 @@ PACED = modes("""
     confidence:threshold=0.4,entropy_bound=1.0, confidence:block=2,
     entropy:block=3,group=2, confidence:threshold=0.45,block=3
 """)
+
+
+def generate(
+    model,
+    plan,
+    tokens=None,
+    *,
+    generator=None,
+    uniforms=None,
+    forced=None,
+    end_token=None,
+    progress=None,
+    **settings,
+):
+    """Return the samples of a new engine with these settings."""
+    return Engine(model, **settings).generate(
+        plan,
+        tokens,
+        generator if uniforms is None else uniforms,
+        forced=forced,
+        end_token=end_token,
+        progress=progress,
+    )
 
 
 def make_plan(mode, batch_size, length, given=None, seed=0):

@@ -22,6 +22,7 @@ from reference import (
     accept,
     all_sequences,
     enumerable_system,
+    generate,
     logits_given,
     make_plan,
     make_system,
@@ -46,7 +47,6 @@ from aogpt.sampling import (
     TokenChoice,
     cached,
     compiled,
-    generate,
     group_sizes,
     mdm_plan,
     order_plan,
@@ -54,6 +54,7 @@ from aogpt.sampling import (
     speculative_plan,
     token_choice,
 )
+from aogpt.sampling.batch import Batch
 from aogpt.sampling.plans import Pace, Rule
 from aogpt.sampling.scores import best_first
 from aogpt.scoring import masked_log_probs, token_log_probs
@@ -1127,7 +1128,7 @@ def narrow(monkeypatch):
 
     def set_most(most):
         sizes = []
-        step = Engine.take_step
+        step = Batch.take_step
 
         def limited(self, *arguments):
             if sizes[-1:] != [self.B]:
@@ -1136,7 +1137,7 @@ def narrow(monkeypatch):
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return step(self, *arguments)
 
-        monkeypatch.setattr(Engine, "take_step", limited)
+        monkeypatch.setattr(Batch, "take_step", limited)
         return sizes
 
     return set_most
@@ -1160,7 +1161,7 @@ def test_where_memory_runs_out_the_batch_is_halved_and_the_samples_stay(
     narrow(0)
     with pytest.raises(ValueError, match="with one sample of .* take shorter"):
         generate(model, plan, generator=seeded(0))
-    monkeypatch.setattr(Engine, "take_step", lambda *more: torch.eye(2) @ torch.eye(3))
+    monkeypatch.setattr(Batch, "take_step", lambda *more: torch.eye(2) @ torch.eye(3))
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         generate(model, plan, generator=seeded(0))
 
@@ -1266,10 +1267,10 @@ def test_compiled_generation_is_eager_generation_and_compiles_once(
 
 
 def steps_of(plan):
-    engine = Engine(make_system("AO-GPT", block_size=1024, n_layer=1), len(plan), 1024)
+    model = make_system("AO-GPT", block_size=1024, n_layer=1)
     steps = []
-    engine.take_step = steps.append
-    engine.generate(plan, torch.zeros_like(plan.order), generator=seeded(0))
+    with mock.patch.object(Batch, "take_step", lambda self, step: steps.append(step)):
+        generate(model, plan, torch.zeros_like(plan.order), generator=seeded(0))
     return steps
 
 
@@ -1318,8 +1319,8 @@ def test_a_plan_takes_few_shapes_and_another_plan_of_its_kind_hardly_a_new_one(
 )
 def test_no_step_reads_a_value_of_the_device(system, mode, monkeypatch):
     monkeypatch.setattr(token_choice, "_may_branch", lambda x: False)
-    engine = Engine(text_model(system), 7, LENGTH, TokenChoice(0.9, 0.9), vocab_size=11)
-    step = engine.take_step
+    engine = Engine(text_model(system), TokenChoice(0.9, 0.9), vocab_size=11)
+    step = Batch.take_step
     plan = make_plan(mode, 7, LENGTHS)
     uniforms = uniforms_for(7)
 
@@ -1327,7 +1328,7 @@ def test_no_step_reads_a_value_of_the_device(system, mode, monkeypatch):
         with NoHostReads():
             return step(*arguments)
 
-    engine.take_step = guarded
+    monkeypatch.setattr(Batch, "take_step", guarded)
     assert (engine.generate(plan, uniforms=uniforms).tokens < 11).all()
     with pytest.raises(AssertionError, match="waits for the device"), NoHostReads():
         torch.ones(1).item()
@@ -1445,7 +1446,7 @@ def test_packed_layers_generate_what_the_models_own_do(monkeypatch):
     assert torch.equal(packed.tokens, plain.tokens)
     torch.testing.assert_close(packed.log_probs, plain.log_probs)
     for batch_size, is_packed in ((3, True), (1, False)):
-        copy = cached.decoding_copy(model, batch_size, compile=False)
+        copy = cached.decoding_copy(model, batch_size)
         layers = {type(module) for module in copy.modules()}
         assert (cached.PackedLinear in layers) == is_packed
         assert (cached.PackedMLP in layers) == is_packed

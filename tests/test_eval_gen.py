@@ -359,9 +359,9 @@ def test_samples_in_parts_get_the_scores_of_those_at_once(report, run, monkeypat
     sizes = []
     generate = eval_gen.modes.generate_distributed
 
-    def spy(model, planned, *arguments, **options):
+    def spy(engine, planned, *arguments, **options):
         sizes.append(len(planned.plan))
-        return generate(model, planned, *arguments, **options)
+        return generate(engine, planned, *arguments, **options)
 
     monkeypatch.setattr(eval_gen.modes, "generate_distributed", spy)
     monkeypatch.setattr(eval_gen.modes, "MOST_AT_ONCE", 2)

@@ -209,23 +209,21 @@ def test_a_score_of_positions_is_a_function_and_a_row(project):
         "        least=lambda threshold: 2 - threshold, largest_threshold=99.0),\n",
     )
     check = """
-import torch
 from aogpt.model import AOGPT, ModelConfig
-from aogpt.runtime.processes import Processes
 from aogpt.sampling import modes
-from eval_ppl import parse_rule, title_of
+from aogpt.evaluation.report import orders_of
+from eval_ppl import parse_rule
 
 assert parse_rule("id_zero:threshold=9", group=1).pace.threshold == 9
 row = {"orders": "id_zero", "group": 1, "bound": "mean"}
-assert title_of(row) == "the model's, by id_zero"
+assert orders_of(row) == "the model's, by id_zero"
 config = ModelConfig(vocab_size=8, block_size=8, n_layer=1, n_head=1, n_embd=8)
 model = AOGPT(config).eval()
 
 def samples(mode):
     options = modes.DecodingOptions(mode=mode)
     planned = modes.plan_samples(options.plan, [[None] * 8], seed=1)
-    alone = Processes(0, 1, torch.device("cpu"))
-    return modes.generate_distributed(model, planned, options, 8, alone)
+    return options.engine(model, vocab_size=8).generate(*planned)
 
 slow = samples("id_zero")
 assert slow.step.max() == 7

@@ -228,10 +228,8 @@ def test_tokens_are_drawn_as_on_a_cpu(device):
     assert int((drawn != choose_tokens(logits, uniforms, choice)).sum()) <= 1
 
 
-def engine_of(model, plan, **options):
-    return Engine(
-        model, len(plan), plan.order.shape[1], TokenChoice(0.9, 0.95), **options
-    )
+def engine_of(model, **options):
+    return Engine(model, TokenChoice(0.9, 0.95), **options)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -250,7 +248,7 @@ def test_cached_decoding_is_the_uncached_model(device, name):
         plans.append(speculative_plan(Samples(B, T, generator), 4))
     model = copy.deepcopy(exact).float().to(device)
     for plan in plans:
-        done = engine_of(model, plan).generate(plan, uniforms=uniforms)
+        done = engine_of(model).generate(plan, uniforms=uniforms)
         log_probs = done.log_probs.gather(1, plan.order)
         expected = token_log_probs(
             model, done.tokens.to(device), plan.order.to(device)
@@ -258,7 +256,7 @@ def test_cached_decoding_is_the_uncached_model(device, name):
         assert (log_probs - expected).abs().max() < 1e-4
     plan = plans[0]
     model = copy.deepcopy(exact).bfloat16().to(device)
-    done = engine_of(model, plan).generate(plan, uniforms=uniforms)
+    done = engine_of(model).generate(plan, uniforms=uniforms)
     expected = token_log_probs(exact, done.tokens, plan.order)
     uncached = token_log_probs(
         model, done.tokens.to(device), plan.order.to(device)
@@ -282,9 +280,9 @@ def test_compiled_decoding_is_eager_decoding_and_compiles_nothing_twice(device, 
     if config.model.l2r_only:
         plan = order_plan(batch, "l2r")
     uniforms = torch.rand(B, T, generator=generator, dtype=torch.float64)
-    expected = engine_of(model, plan).generate(plan, uniforms=uniforms)
+    expected = engine_of(model).generate(plan, uniforms=uniforms)
     torch._dynamo.reset()
-    engine = engine_of(model, plan, compile=True)
+    engine = engine_of(model, compile=True)
     counters = torch._dynamo.utils.counters
     for _ in range(3):  # compiled, recorded, replayed
         done = engine.generate(plan, uniforms=uniforms)

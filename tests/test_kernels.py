@@ -13,12 +13,21 @@ import numpy as np
 import pytest
 import torch
 from helpers import ROOT, some_slow
-from reference import make_plan, make_system, random_tokens, seeded, some_given
+from reference import (
+    generate,
+    make_plan,
+    make_system,
+    random_tokens,
+    seeded,
+    some_given,
+)
 
 from aogpt.model import attention
-from aogpt.sampling import Engine, compiled, engine, generate
+from aogpt.runtime import devices
+from aogpt.sampling import Engine, compiled
+from aogpt.sampling.batch import CachedBatch
 from aogpt.sampling.cached import Step, ragged
-from aogpt.sampling.engine import attention_kernel_for
+from aogpt.sampling.compiled import attention_kernel_for
 from aogpt.sampling.token_choice import TokenChoice
 
 triton = pytest.importorskip("triton")
@@ -166,7 +175,7 @@ def test_keys_are_split_where_there_are_few_rows():
 def attention_calls(monkeypatch):
     """Take engines that compile for those of a GPU; the calls of ragged attention."""
     calls = []
-    monkeypatch.setattr(engine.devices, "can_run_triton", lambda device: True)
+    monkeypatch.setattr(devices, "can_run_triton", lambda device: True)
     monkeypatch.setattr(attention_kernel, "TILE_K", 16)
     attend = attention_kernel.attend
 
@@ -216,35 +225,32 @@ def small_system(system):
     ),
 )
 def test_the_engine_generates_with_ragged_attention_what_it_does_without(
-    system, mode, attention_calls
+    system, mode, attention_calls, monkeypatch
 ):
     """Rows of different lengths, some tokens given. It comes with --compile alone."""
     model = small_system(system)
     given = None if mode == "l2r" else some_given(5, 12, seed=1)
     plan = make_plan(mode, 5, torch.tensor([12, 5, 0, 12, 9]), given)
     tokens = random_tokens(vocab_size=11, batch_size=5, length=12, seed=2)
-    masked = Engine(model, 5, 12, TokenChoice(0.9, 0.9), vocab_size=11)
-    reference = masked.generate(plan, tokens, generator=seeded(1))
+    engine = Engine(model, TokenChoice(0.9, 0.9), vocab_size=11)
+    reference = engine.generate(plan, tokens, seeded(1))
     assert not attention_calls
-    ragged_engine = Engine(model, 5, 12, TokenChoice(0.9, 0.9), vocab_size=11)
-    ragged_engine.attention = attention_kernel_for(model)
-    got = ragged_engine.generate(plan, tokens, generator=seeded(1))
+    monkeypatch.setattr(CachedBatch, "kernel", attention_kernel_for(model))
+    got = engine.generate(plan, tokens, seeded(1))
     assert bool(attention_calls) == (system not in ("two_stream", "SEDD"))
     assert torch.equal(reference.tokens, got.tokens)
     assert (reference.log_probs - got.log_probs).abs().max() < 1e-5  # float32
 
 
 def test_compiling_takes_ragged_attention_and_graphs(attention_calls, monkeypatch):
-    monkeypatch.setattr(
-        engine, "decoding_copy", lambda model, batch_size, compile, many_sizes: model
-    )
+    monkeypatch.setattr(compiled, "compiled_copy", lambda model: model)
     model = small_system("AO-GPT")
-    plain = Engine(model, 2, 12)
-    assert plain.attention is None
-    assert plain.graphs is None
-    compiled_engine = Engine(model, 2, 12, compile=True)
-    assert compiled_engine.attention is attention_kernel
-    assert compiled_engine.graphs is not None
+    plain = Engine(model).batch_of(2, 12)
+    assert plain.kernel is None
+    assert not isinstance(plain, compiled.Graphed)
+    batch = Engine(model, compile=True).batch_of(2, 12)
+    assert batch.kernel is attention_kernel
+    assert isinstance(batch, compiled.Graphed)
 
 
 # ---- graphs --------------------------------------------------------------------------
@@ -269,10 +275,8 @@ def replayed(self, stage, step, tensors):
 @pytest.fixture
 def graphs(monkeypatch, attention_calls):
     """Engines with stand-ins for CUDA graphs and without a compiler."""
-    monkeypatch.setattr(compiled.GraphRunner, "capture", replayed)
-    monkeypatch.setattr(
-        engine, "decoding_copy", lambda model, batch_size, compile, many_sizes: model
-    )
+    monkeypatch.setattr(compiled.Graphed, "capture", replayed)
+    monkeypatch.setattr(compiled, "compiled_copy", lambda model: model)
 
 
 def test_sizes_of_graphs_grow_by_a_quarter_at_most():
@@ -311,7 +315,6 @@ def test_replayed_steps_are_eager_steps(system, mode, graphs):
     fast_engine = Engine(
         model,
         batch_size=3,
-        length=12,
         choice=TokenChoice(0.9, 0.9),
         vocab_size=11,
         compile=True,
@@ -328,17 +331,17 @@ def test_replayed_steps_are_eager_steps(system, mode, graphs):
             choice=TokenChoice(0.9, 0.9),
             vocab_size=11,
         )
-        got = fast_engine.generate(plan, tokens, generator=seeded(2))
+        got = fast_engine.generate(plan, tokens, seeded(2))
         assert torch.equal(eager.tokens, got.tokens)
         # batches of 5 and of 3
         assert (eager.log_probs - got.log_probs).abs().max() < 1e-5
-        stages = {key[0] for key in fast_engine.graphs.graphs}
-        assert (fast_engine.predicting in stages) == (system != "two_stream")
+        recorded = {key.method for key in fast_engine.batch.graphs}
+        assert ("predict" in recorded) == (system != "two_stream")
         unmasks = not (mode.startswith("speculative") or "threshold" in mode)
-        assert (fast_engine.unmasking in stages) == unmasks
-    before = len(fast_engine.graphs.graphs)
-    fast_engine.generate(plan, tokens, generator=seeded(3))
-    assert len(fast_engine.graphs.graphs) == before
+        assert ("unmask" in recorded) == unmasks
+    before = len(fast_engine.batch.graphs)
+    fast_engine.generate(plan, tokens, seeded(3))
+    assert len(fast_engine.batch.graphs) == before
 
 
 @ON_CPU
@@ -349,9 +352,7 @@ def test_three_plans_record_the_ladder_at_most_and_never_within_a_plan(
     counted."""
     model = make_system("AO-GPT", 0, torch.float32, block_size=1024, n_layer=1)
     used = []
-    monkeypatch.setattr(
-        compiled.GraphRunner, "capture", lambda *arguments: (None, None)
-    )
+    monkeypatch.setattr(compiled.Graphed, "capture", lambda *arguments: (None, None))
 
     def predict(self, step):
         return None, None
@@ -359,26 +360,25 @@ def test_three_plans_record_the_ladder_at_most_and_never_within_a_plan(
     def unmask(self, step, hidden, index):
         return None
 
-    monkeypatch.setattr(Engine, "predict", predict)
-    monkeypatch.setattr(Engine, "unmask", unmask)
+    monkeypatch.setattr(CachedBatch, "predict", predict)
+    monkeypatch.setattr(CachedBatch, "unmask", unmask)
 
-    def call(self, engine, stage, step, *tensors):
-        rung = compiled.ladder(stage.size(step))[-1]
-        used.append((stage, rung, stage.variant))
+    def replay(self, method, function, step, size, *tensors):
+        used.append(self.key(method, step, size))
         return None, None
 
-    monkeypatch.setattr(compiled.GraphRunner, "__call__", call)
-    fast_engine = Engine(model, 8, 1024, compile=True)
+    monkeypatch.setattr(compiled.Graphed, "replay", replay)
+    fast_engine = Engine(model, compile=True)
     for seed in range(3):
         plan = make_plan("mdm:steps=256", 8, 1024, seed=seed)
         begun = len(used)
-        fast_engine.generate(plan, generator=seeded(seed))
+        fast_engine.generate(plan, uniforms=seeded(seed))
         assert len(used) - begun > 500  # two stages a step
-        assert set(used) <= set(fast_engine.graphs.graphs), (
+        assert set(used) <= set(fast_engine.batch.graphs), (
             "a step had to do without a graph"
         )
-    largest = 2 * max(size for stage, size, _ in used if stage is fast_engine.unmasking)
-    recorded = len(fast_engine.graphs.graphs)
+    largest = 2 * max(key.size for key in used if key.method == "unmask")
+    recorded = len(fast_engine.batch.graphs)
     assert recorded <= 2 * len(compiled.ladder(largest)) < 40
     assert recorded <= 2 * len(compiled.ladder(10**9))
 
@@ -394,27 +394,25 @@ def test_a_step_too_large_for_a_graph_runs_without_one(graphs, monkeypatch):
     plan = make_plan("even:steps=3", 3, torch.tensor([12, 12, 9]), given)
     tokens = random_tokens(vocab_size=11, batch_size=3, length=12, seed=2)
     eager = generate(model, plan, tokens, generator=seeded(2))
-    fast_engine = Engine(model, 3, 12, compile=True)
-    sizes = {size for _, size, _ in fast_engine.graphs.graphs}
-    got = fast_engine.generate(plan, tokens, generator=seeded(2))
+    fast_engine = Engine(model, compile=True)
+    got = fast_engine.generate(plan, tokens, seeded(2))
     assert torch.equal(got.tokens, eager.tokens)
-    assert {size for _, size, _ in fast_engine.graphs.graphs} == sizes | {8}
+    assert {key.size for key in fast_engine.batch.graphs} == {8}
     compiled.ladder.cache_clear()
 
 
 @ON_CPU
 @pytest.mark.slow(reason=INTERPRETED)
 def test_recording_is_shown_and_its_time_is_kept_apart(graphs, capsys):
-    fast_engine = Engine(small_system("AO-GPT"), 3, 12, compile=True)
-    assert fast_engine.graphs.seconds == 0
-    fast_engine.generate(make_plan("mdm:steps=6", 3, 12), generator=seeded(0))
+    fast_engine = Engine(small_system("AO-GPT"), compile=True)
+    fast_engine.generate(make_plan("mdm:steps=6", 3, 12), uniforms=seeded(0))
     said = capsys.readouterr().err
-    count = len(fast_engine.graphs.graphs)
+    count = len(fast_engine.batch.graphs)
     assert f"recorded {count} CUDA graphs in " in said
-    seconds = fast_engine.graphs.seconds
+    seconds = fast_engine.batch.recording_seconds
     assert seconds > 0
-    fast_engine.generate(make_plan("mdm:steps=6", 3, 12), generator=seeded(0))
-    assert fast_engine.graphs.seconds == seconds
+    fast_engine.generate(make_plan("mdm:steps=6", 3, 12), uniforms=seeded(0))
+    assert fast_engine.batch.recording_seconds == seconds
     assert not capsys.readouterr().err
 
 

@@ -66,7 +66,6 @@ def test_names_that_other_programs_import():
     for name in ("load_model", "load", "CheckpointError"):
         assert callable(getattr(checkpoints, name))
     for name in (
-        "generate",
         "Generation",
         "Engine",
         "Plan",

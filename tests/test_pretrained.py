@@ -33,7 +33,7 @@ from aogpt.data import prepare
 from aogpt.data.tokenizers import get_tokenizer
 from aogpt.model import rotary_angles
 from aogpt.runtime.errors import UserError
-from aogpt.sampling import Samples, TokenChoice, generate, order_plan
+from aogpt.sampling import Engine, Samples, TokenChoice, order_plan
 from aogpt.systems import build_model
 from aogpt.training import config as configuration
 from aogpt.training import initial_weights
@@ -256,7 +256,7 @@ def greedy(loaded, prompt: list[int], count: int) -> list[int]:
     tokens = torch.tensor([prompt + [0] * count])
     choice = TokenChoice(temperature=0)
     plan = order_plan(Samples(1, length, given=given), "l2r")
-    samples = generate(loaded.model, plan, tokens, choice=choice)
+    samples = Engine(loaded.model, choice).generate(plan, tokens)
     return samples.tokens[0, len(prompt) :].tolist()
 
 

@@ -219,7 +219,7 @@ def test_a_sample_follows_from_the_seed_its_prompt_and_its_number(
     got = []
     for rank in (0, 1):
         half = OneOf(rank, 2, torch.device("cpu"))
-        part = modes.generate_distributed(model, planned, options, 257, half)
+        part = modes.generate_distributed(options.engine(model, 257), planned, half)
         got += [tokens for tokens, *_ in part.rows()]
     assert got[:3] == [whole[0, n][0] for n in range(3)]
 
@@ -312,11 +312,11 @@ def test_weights_and_compile_are_those_asked_for(draw, run, monkeypatch):
     assert column(draw("--mode", "l2r", "--weights", "raw"), "tokens") != exact
     assert column(draw("--mode", "l2r", path=store.find(run)[-1]), "tokens") == exact
 
-    def decoder(*arguments, compile, **settings):
+    def new_engine(*arguments, compile, **settings):
         compiled.append(compile)
-        return engine.Decoder(*arguments, **settings)
+        return engine.Engine(*arguments, **settings)
 
-    monkeypatch.setattr(modes, "Decoder", decoder)
+    monkeypatch.setattr(modes, "Engine", new_engine)
     draw()
     draw("--compile")
     assert compiled == [False, True]

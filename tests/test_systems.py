@@ -49,7 +49,7 @@ from aogpt.objectives import (
 )
 from aogpt.orders import OrderConfig, orders_at
 from aogpt.runtime.errors import UserError
-from aogpt.sampling import Plan, generate
+from aogpt.sampling import Engine, Plan
 from aogpt.scoring import (
     group_starts,
     masked_log_probs,
@@ -179,7 +179,7 @@ def listed_conditionals(model, length, seed):
     tokens = random_tokens(model.config.vocab_size - 1, 1, length, seed)
     tokens = tokens.expand_as(order)
     # always the first token
-    got = generate(model, plan, tokens, forced=torch.zeros_like(order))
+    got = Engine(model).generate(plan, tokens, forced=torch.zeros_like(order))
     values = {}
     for (context, target), row in zip(keys, got.log_probs, strict=True):
         values[context, target] = float(row[target])

@@ -22,7 +22,7 @@ from ..runtime.command_line import visible
 from ..runtime.devices import out_of_memory, release_memory, tf32
 from ..runtime.processes import Processes
 from ..runtime.randomness import SCORED_ORDERS
-from ..sampling.engine import generate
+from ..sampling.engine import Engine
 from ..sampling.plans import Pace, Rule, Samples, order_plan
 from ..sampling.records import end_first
 from ..scoring import group_starts, known_from, masked_log_probs, token_log_probs
@@ -236,7 +236,7 @@ def decoding_nll(
     )
     width = plan.order.shape[1]
     texts = tokens[:, :width].cpu()
-    decoded = generate(model, plan, texts, forced=texts)
+    decoded = Engine(model).generate(plan, texts, forced=texts)
     nll = F.pad(-decoded.log_probs.double(), (0, T - width))
     predicted = F.pad(decoded.step >= 0, (0, T - width), value=False)
     return TokenNLL(nll.where(predicted, 0.0), predicted)

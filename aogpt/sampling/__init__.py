@@ -1,11 +1,11 @@
 """Generation by any plan. Read simple.py first, a sampler on one page, then cached.py,
 plans.py and engine.py.
 
-    from aogpt.sampling import Samples, generate, mdm_plan
+    from aogpt.sampling import Engine, Samples, mdm_plan
     plan = mdm_plan(Samples(8, 256), steps=64)
-    samples = generate(model, plan)"""
+    samples = Engine(model).generate(plan)"""
 
-from .engine import Engine, Generation, generate
+from .engine import Engine, Generation
 from .plans import (
     Plan,
     Samples,

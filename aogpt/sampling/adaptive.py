@@ -7,20 +7,16 @@ order."""
 import torch
 from torch import Tensor
 
-from .batch import EngineParts, Tally
-from .cached import inputs_kept, make_steps
+from .batch import Batch, Tally
+from .cached import make_steps
 from .plans import Plan
 from .scores import rule_of
 
 
-def adapt(
-    engine: EngineParts,
-    plan: Plan,
-    tally: Tally,
-) -> None:
+def adapt(batch: Batch, plan: Plan, tally: Tally) -> None:
     """Unmask the candidates that pass the limits of `Pace` until every row is complete.
     Their number depends on the model, so every round waits once for it."""
-    T = engine.T
+    T = batch.T
     generated = plan.generated  # (B, T), by place
     block_size = plan.block or max(T, 1)
     block_of = plan.order // block_size  # (B, T), by place
@@ -39,24 +35,24 @@ def adapt(
         candidates = left.sum(dim=1)
 
         # 2. Predict them all, best first, and see how many of them to take.
-        count = engine.count(cached, known, candidates, plan.length)
+        count = batch.count(cached, known, candidates, plan.length)
         (step,) = make_steps(
             cached=cached[None],
             known=known[None],
             count=count[None],
             candidates=candidates[None],
             size=candidates[None],  # that it may unmask: all
-            device=engine.device,
+            device=batch.device,
         )
-        hidden, index = engine.call(engine.predicting, step)
-        index, scores = engine.prefer(step, hidden, index, by=score_names)
+        hidden, index = batch.predict(step)
+        index, scores = batch.prefer(step, hidden, index, by=score_names)
         size = within_limits(plan, known, candidates, scores.cpu())
 
         # 3. Draw their tokens.
         step.size.copy_(size)
         step.all_size = int(size.sum())
-        engine.unmask(step, hidden, index)
-        cached = inputs_kept(engine.model, known, targets_fixed=False)
+        batch.unmask(step, hidden, index)
+        cached = batch.inputs_kept(known, targets_fixed=False)
         tally.called(count)
         tally.unmask(size)
 
@@ -69,7 +65,7 @@ def within_limits(
 ) -> Tensor:
     """Return how many candidates each row unmasks, (B,), one at least.
 
-    scores: as `Engine.prefer` gives them, the last one minus the entropy where that is
+    scores: as `Batch.prefer` gives them, the last one minus the entropy where that is
     bounded."""
     pace = plan.pace
     assert pace is not None

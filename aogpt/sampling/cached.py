@@ -412,9 +412,7 @@ def inputs_kept(
     The key of the last known token depends on its target, so it stays only if that
     target was fixed in the pass, not where the model has yet to choose it. Inputs of
     two streams do not depend on targets. Where queries are a [MASK], the contents of
-    all known tokens stay. An encoder has no cache."""
-    if model.config.is_encoder:
-        return 0 * known
+    all known tokens stay."""
     if model.mask_queries:
         return known
     if targets_fixed or model.query_stream:
@@ -545,31 +543,15 @@ class PackedMLP(nn.Module):
         return self.proj(self.fc(x, "gelu", self.approximate))
 
 
-def decoding_copy(
-    model: AOGPT,
-    batch_size: int,
-    compile: bool,
-    many_sizes: bool = False,
-) -> AOGPT:
-    """Return a copy of the model that shares all parameters, with compiled blocks or
-    (several samples of a wide model on a CPU, float32) packed layers.
-
-    many_sizes: compile code that serves any number of inputs."""
+def decoding_copy(model: AOGPT, batch_size: int) -> AOGPT:
+    """Return the model, or for several samples of a wide model on a CPU in float32 a
+    copy with packed layers that shares all parameters."""
     weight = model.wte.weight
-    shared = {id(p): p for p in model.parameters()}
-    model = copy.deepcopy(model, shared)
-    if compile:
-        # Blocks differ in weights alone: a graph of a shape serves all.
-        for block in model.blocks:
-            block.compile(dynamic=None if many_sizes else False)
+    is_float32_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
+    is_faster = batch_size > 1 and model.config.n_embd >= WIDE
+    if not (is_float32_cpu and is_faster and torch.backends.mkldnn.is_available()):
         return model
-    is_cpu = weight.device.type == "cpu"
-    if not (is_cpu and weight.dtype == torch.float32):
-        return model
-    if batch_size == 1 or model.config.n_embd < WIDE:
-        return model
-    if not torch.backends.mkldnn.is_available():
-        return model
+    model = shared_copy(model)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is MLP and child.gate is None:
@@ -577,3 +559,9 @@ def decoding_copy(
             elif isinstance(child, nn.Linear):
                 setattr(module, name, PackedLinear(child))
     return model
+
+
+def shared_copy(model: AOGPT) -> AOGPT:
+    """Return a copy of the model that shares all parameters."""
+    shared = {id(p): p for p in model.parameters()}
+    return copy.deepcopy(model, shared)

@@ -1,19 +1,27 @@
-"""Compiled steps: few shapes, and CUDA graphs of a fixed ladder of sizes."""
+"""Compiled steps, for `Engine(compile=True)`: few shapes on a CPU, CUDA graphs of a
+fixed ladder of sizes on a GPU. A graph takes the place of `predict`, `prefer` or
+`unmask` of a `Batch`.
+
+Shapes: B samples, T positions, N inputs of a pass, D width."""
 
 import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ..model import AOGPT
+from ..runtime import devices
 from ..runtime.command_line import show
-from .cached import Step
+from .batch import Batch, CachedBatch, EncoderBatch
+from .cached import Step, shared_copy
+from .plans import Plan, group_sizes
 
 MAX_SHAPES = 256  # beyond its default limit torch.compile would run a block uncompiled
 LEAST_END = 256  # slots of the cache that a compiled step reads
@@ -60,99 +68,189 @@ def ladder(largest: int) -> list[int]:
     return sizes
 
 
-@dataclass(eq=False)
-class Stage:
-    """A part of a step, which can be recorded as CUDA graphs."""
-
-    # function(engine, step, *tensors): tensor code. It is not bound to the engine,
-    # which would then refer to itself and keep its memory until a garbage collection.
-    function: Callable
-    size: Callable[[Step], int]  # of a step: what the shapes of the stage follow from
-    # Where graphs read the tensors that come from the stage before.
-    buffers: tuple[Tensor, ...] = ()
-    # What the stage depends on beside sizes and tensors: another value, another graph.
-    variant: object = None
+def compiled_copy(model: AOGPT) -> AOGPT:
+    """Return a copy of the model that shares all parameters, with compiled blocks."""
+    # With graphs the code serves any number of inputs: they are recorded with many.
+    weight = model.wte.weight
+    many_sizes = devices.can_run_triton(weight.device) and not model.config.is_encoder
+    model = shared_copy(model)
+    for block in model.blocks:  # they differ in weights alone: a graph serves all
+        block.compile(dynamic=None if many_sizes else False)
+    return model
 
 
-class GraphRunner:
-    """The CUDA graphs of the stages of a step: a single launch instead of hundreds.
+def batch_class_for(model: AOGPT) -> type[Batch]:
+    """Return the class of samples that a compiled model has in flight."""
+    has_graphs = devices.can_run_triton(model.wte.weight.device)
+    if model.config.is_encoder:
+        return GraphedEncoderBatch if has_graphs else EncoderOfFewShapes
+    return GraphedCachedBatch if has_graphs else CachedOfFewShapes
 
-    A graph belongs to a stage and a size of the ladder, and serves all steps up to that
-    size: it reads the numbers of the rows on the device. Graphs are recorded by
-    `record_all` alone, before a plan begins; steps that have none run as they are,
-    uncompiled."""
 
-    def __init__(self, rows: Tensor):
-        """rows: (5, B), as in `Step`."""
-        self.rows = torch.zeros_like(rows)
-        self.graphs: dict[tuple[Stage, int, object], tuple] = {}
-        self.seconds = 0.0  # that recording took so far, compilation included
+class CachedOfFewShapes(CachedBatch):
+    """Samples whose passes have few shapes."""
+
+    def predict(self, step: Step) -> tuple[Tensor, Tensor]:
+        return super().predict(few_shapes(step, self.cache.unused_slot))
+
+
+class EncoderOfFewShapes(EncoderBatch):
+    """Samples of an encoder whose passes have few shapes."""
+
+    def predict(self, step: Step) -> tuple[Tensor, Tensor]:
+        return super().predict(few_shapes(step, self.T))
+
+
+class Key(NamedTuple):
+    """What a graph is of."""
+
+    method: str
+    variant: object  # beside the size: another value, another graph
+    size: int  # of the ladder
+
+
+class Graphed(Batch):
+    """Samples whose steps are replayed from CUDA graphs: a single launch instead of
+    hundreds.
+
+    A graph serves all steps up to its size, as it reads the numbers of the rows on the
+    device. Graphs are recorded before a plan begins alone; steps that have none run as
+    they are, uncompiled. A graph reads hidden states and index from buffers, and its
+    result is overwritten by the next step of its size."""
+
+    def __init__(self, model: AOGPT, size: int, length: int, *settings: Any):
+        super().__init__(model, size, length, *settings)
+        self.rows = torch.zeros(5, size, dtype=torch.long, device=self.device)
+        longest = ladder(size * (length + 1))[-1]
+        hidden = torch.zeros(
+            longest,
+            model.config.n_embd,
+            dtype=model.wte.weight.dtype,
+            device=self.device,
+        )
+        self.buffers = (hidden, torch.zeros_like(self.order))
+        self.graphs: dict[Key, tuple] = {}
+        self.is_recorded = True  # False: measures what graphs are worth
+        self.recording_seconds = 0.0  # compilation included
         self.pool: Any = None
         self.stream: torch.cuda.Stream | None = None
 
-    def __call__(self, engine: Any, stage: Stage, step: Step, *tensors: Tensor) -> Any:
-        """Return the result of a stage. Where a graph is recorded, the next step of
-        this size overwrites it; all tensors beside the arguments stay at their
-        addresses."""
-        size = stage.size(step)
-        rung = ladder(size)[-1]
-        graph = self.graphs.get((stage, rung, stage.variant))
-        fits = rung >= size
-        for buffer, tensor in zip(stage.buffers, tensors, strict=True):
+    def begin(
+        self, plan: Plan, tokens: Tensor, uniforms: Tensor, forced: Tensor | None
+    ) -> None:
+        super().begin(plan, tokens, uniforms, forced)
+        if self.is_recorded and forced is None:  # at another address in each batch
+            self.record_all(plan)
+
+    def predict(self, step: Step) -> tuple[Tensor, Tensor]:
+        return self.replay("predict", super().predict, step, self.pass_size(step))
+
+    def prefer(
+        self, step: Step, hidden: Tensor, index: Tensor, by: Sequence[str] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        function = super().prefer
+        if by is not None:
+            return function(step, hidden, index, by)
+        size = step.all_candidates
+        return self.replay("prefer", function, step, size, hidden, index)
+
+    def unmask(self, step: Step, hidden: Tensor, index: Tensor) -> None:
+        self.replay("unmask", super().unmask, step, step.all_size, hidden, index)
+
+    def pass_size(self, step: Step) -> int:
+        """Return what the shapes of a pass follow from."""
+        return step.inputs
+
+    def key(self, method: str, step: Step, size: int) -> Key:
+        """Return the key of the graph that serves a step, or would."""
+        variant = step.unmask_by if method == "prefer" else None
+        return Key(method, variant, ladder(size)[-1])
+
+    def replay(
+        self, method: str, function: Callable, step: Step, size: int, *tensors: Tensor
+    ) -> Any:
+        """Return the result of a method, from its graph where there is one."""
+        key = self.key(method, step, size)
+        recorded = self.graphs.get(key)
+        fits = key.size >= size and self.forced is None and step.first is None
+        for buffer, tensor in zip(self.buffers, tensors, strict=False):
             fits = fits and len(tensor) <= len(buffer)
-        if graph is None or not fits:
+        if recorded is None or not fits:
             with torch.compiler.set_stance("force_eager"):
-                return stage.function(engine, step, *tensors)
+                return function(step, *tensors)
         self.rows.copy_(step.rows)
-        for buffer, tensor in zip(stage.buffers, tensors, strict=True):
+        for buffer, tensor in zip(self.buffers, tensors, strict=False):
             buffer[: len(tensor)].copy_(tensor)
-        recorded, result = graph
-        recorded.replay()
+        graph, result = recorded
+        graph.replay()
         return result
 
-    def record_all(
-        self, engine: Any, stages: list[tuple[Stage, int]], unmask_by: str
-    ) -> None:
-        """Record the ladder of each stage, given with the largest size that will come,
-        apart from what is recorded already. unmask_by: of all steps that will come."""
+    # ---- recording -------------------------------------------------------------------
+
+    def record_all(self, plan: Plan) -> None:
+        """Record what the steps of a plan may need, so that none has to wait. Its first
+        step, which also computes what is given, runs without a graph if it is larger
+        than others."""
+        sizes = group_sizes(plan).sum(dim=0)  # (G,) positions that each step unmasks
+        left = int(sizes.sum())
+        largest = int(sizes.max()) if left else 0
+        is_chosen = plan.pace is not None or plan.unmask_by != "order"
+        # Those unmasked before, computed again with their targets, and the next.
+        inputs = 2 * largest
+        if is_chosen:  # every position that is left is a candidate
+            inputs = left + self.B
+        needed = {"predict": self.largest_pass(inputs)}
+        if plan.pace is None and not plan.draft:
+            needed["unmask"] = largest
+            if is_chosen:
+                needed["prefer"] = left
         missing = []
-        for stage, largest in stages:
-            for size in ladder(largest):
-                if (stage, size, stage.variant) not in self.graphs:
-                    missing.append((stage, size))
+        for method, most in needed.items():
+            for size in ladder(most) if most else []:
+                step = self.step_of(size, plan.unmask_by)
+                if self.key(method, step, size) not in self.graphs:
+                    missing.append((method, step, size))
         if not missing:
             return
         started = time.perf_counter()
-        for stage, size in tqdm(missing, "recording CUDA graphs", leave=False):
-            self.record(engine, stage, size, unmask_by)
+        for method, step, size in tqdm(missing, "recording CUDA graphs", leave=False):
+            self.record(method, step, size)
         seconds = time.perf_counter() - started
-        self.seconds += seconds
+        self.recording_seconds += seconds
         show(
             f"recorded {len(missing)} CUDA graphs in {seconds:.1f} s",
             file=sys.stderr,
             flush=True,
         )
 
-    def record(
-        self, engine: Any, stage: Stage, size: int, unmask_by: str = "order"
-    ) -> None:
-        """Record the graph of a stage. What is recorded is a step of no inputs: all of
-        its entries are padding, which no sample reads."""
-        self.rows.zero_()
-        step = Step(
+    def largest_pass(self, inputs: int) -> int:
+        """Return the largest size of a pass of up to these inputs, 0 if none can be
+        recorded."""
+        return inputs
+
+    def step_of(self, size: int, unmask_by: str) -> Step:
+        """Return a step of no inputs: all of its entries are padding, which no sample
+        reads."""
+        return Step(
             rows=self.rows,
             inputs=size,
             width=0,
             end=0,
-            active=self.rows.shape[1],
+            active=self.B,
             all_candidates=size,
             all_size=size,
             unmask_by=unmask_by,
         )
-        function = functools.partial(stage.function, engine)
-        function(step, *stage.buffers)  # compiles blocks, loads kernels
-        graph = self.capture(function, step, stage.buffers)
-        self.graphs[stage, size, stage.variant] = graph
+
+    def record(self, method: str, step: Step, size: int) -> None:
+        """Record the graph of a method, of the class that this one replays."""
+        self.rows.zero_()
+        function = getattr(super(), method)
+        tensors = () if method == "predict" else self.buffers
+        function(step, *tensors)  # compiles blocks, loads kernels
+        self.graphs[self.key(method, step, size)] = self.capture(
+            function, step, tensors
+        )
 
     def capture(
         self, function: Callable, step: Step, tensors: tuple[Tensor, ...]
@@ -163,8 +261,45 @@ class GraphRunner:
             # The stream is of this device: by default all devices would share that of
             # the first.
             self.pool = torch.cuda.graph_pool_handle()
-            self.stream = torch.cuda.Stream(self.rows.device)
+            self.stream = torch.cuda.Stream(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
             result = function(step, *tensors)
         return graph, result
+
+
+class GraphedCachedBatch(Graphed, CachedBatch):
+    """Samples of a decoder whose steps are CUDA graphs, with ragged attention."""
+
+    def __init__(self, model: AOGPT, size: int, length: int, *settings: Any):
+        super().__init__(model, size, length, *settings)
+        self.kernel = attention_kernel_for(model)
+
+    def largest_pass(self, inputs: int) -> int:
+        return inputs if self.kernel is not None else 0  # masks differ in their shapes
+
+
+class GraphedEncoderBatch(Graphed, EncoderBatch):
+    """Samples of an encoder whose steps are CUDA graphs."""
+
+    def pass_size(self, step: Step) -> int:
+        return 1  # a graph computes all rows
+
+    def largest_pass(self, inputs: int) -> int:
+        return 1
+
+    def key(self, method: str, step: Step, size: int) -> Key:
+        key = super().key(method, step, size)
+        return key._replace(variant=self.padded) if method == "predict" else key
+
+
+def attention_kernel_for(model: AOGPT) -> ModuleType | None:
+    """Return the kernel of a model's ragged attention on a GPU; None: it attends under
+    masks."""
+    if model.config.is_encoder or model.separate_queries:
+        return None
+    from . import attention_kernel  # which imports Triton
+
+    if not attention_kernel.can_attend(model.config.head_dim, model.wte.weight.dtype):
+        return None
+    return attention_kernel

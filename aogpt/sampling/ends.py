@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .engine import Decoder, Generation
+from .engine import Engine, Generation
 from .plans import Plan
 
 
 def cut_at_end(
-    decoder: Decoder, samples: Generation, plan: Plan, end_token: int
+    engine: Engine, samples: Generation, plan: Plan, end_token: int
 ) -> Generation:
     """Return the samples of a plan, each up to the end-of-text that it generated after
     all of its given tokens.
@@ -32,7 +32,7 @@ def cut_at_end(
     # reads what became known before.
     is_cut = (samples.order >= length[:, None]) & plan.valid
     stays = (samples.order < length[:, None]) & plan.generated
-    if decoder.model.config.is_encoder:
+    if engine.model.config.is_encoder:
         is_changed = is_cut.any(dim=1) & stays.any(dim=1)
     else:
         is_after_cut = is_cut.cumsum(dim=1) > 0
@@ -42,7 +42,7 @@ def cut_at_end(
     if len(rows):
         tokens = samples.tokens[rows]
         shorter = shortened(plan, samples, rows, length[rows])
-        scored = decoder.generate(shorter, tokens, forced=tokens)
+        scored = engine.generate(shorter, tokens, forced=tokens)
         log_probs[rows] = scored.log_probs
     return replace(samples, length=length, log_probs=log_probs)
 

@@ -27,7 +27,7 @@ from ..runtime.randomness import PLANS, TOKENS, philox_bits, to_uniform
 from ..runtime.validation import Count, check_value, check_values
 from ..scoring import check_boolean
 from .ends import cut_at_end
-from .engine import Decoder, Generation, check_plan
+from .engine import Engine, Generation, check_plan
 from .plans import MODES, Plan, Samples, order_plan, score_plan
 from .scores import SCORES
 from .token_choice import TokenChoice
@@ -177,6 +177,16 @@ class DecodingOptions(TokenChoice):
         assert self.mode is not None
         return parse_mode(self.mode)
 
+    def engine(self, model: AOGPT, vocab_size: int | None) -> Engine:
+        """Return what generates so with a model."""
+        return Engine(
+            model,
+            choice=self,
+            vocab_size=vocab_size,
+            batch_size=self.batch_size,
+            compile=self.compile,
+        )
+
 
 def block_note(mode: PlanFunction, longest: int) -> str:
     """Return a line on orders in blocks that are longer than all samples; "" for
@@ -323,10 +333,8 @@ def plan_samples(
 
 
 def generate_distributed(
-    model: AOGPT,
+    engine: Engine,
     planned: PlannedSamples,
-    options: DecodingOptions,
-    vocab_size: int,
     procs: Processes,
     label: str = "",
     end_token: int | None = None,
@@ -334,51 +342,35 @@ def generate_distributed(
     """Generate what is planned, every process its share; all samples on every process.
 
     label: before the progress bar. end_token: samples end before it, see `cut_at_end`.
-    Raises what `generate` raises."""
+    Raises what `Engine.generate` raises."""
     share = procs.share(len(planned.tokens))
     rows = slice(share.start, share.stop)
     plan = planned.plan[rows]
-    uniforms = planned.uniforms[rows]
-    decoder = Decoder(
-        model,
-        choice=options,
-        vocab_size=vocab_size,
-        batch_size=options.batch_size,
-        compile=options.compile,
-    )
-    total = int(plan.generated.sum())
-    progress = tqdm(
-        total=total,
+    samples = None
+    with tqdm(
+        total=int(plan.generated.sum()),
         unit="token",
         desc=visible(label),
         disable=None if procs.main else True,  # None: without a terminal
         leave=False,
-    )
-    samples = None
-    with progress as bar:
+    ) as bar:
         if share:  # with more processes than samples, some have none
-            samples = decoder.generate(
+            samples = engine.generate(
                 plan,
                 planned.tokens[rows],
-                uniforms=uniforms,
+                planned.uniforms[rows],
                 end_token=end_token,
                 progress=bar.update,
             )
     if samples is not None and end_token is not None:
-        samples = cut_at_end(decoder, samples, plan, end_token)
+        samples = cut_at_end(engine, samples, plan, end_token)
     parts = procs.gather(samples)
     return Generation.joined([part for part in parts if part is not None])
 
 
-def generate_rows(
-    model: AOGPT,
-    planned: PlannedSamples,
-    options: DecodingOptions,
-    vocab_size: int,
-) -> list[list[int]]:
+def generate_rows(engine: Engine, planned: PlannedSamples) -> list[list[int]]:
     """Return the tokens of samples that are made by this process alone."""
-    alone = Processes(0, 1, model.wte.weight.device)
-    samples = generate_distributed(model, planned, options, vocab_size, alone)
+    samples = engine.generate(planned.plan, planned.tokens, planned.uniforms)
     return [tokens for tokens, _, _ in samples.rows()]
 
 

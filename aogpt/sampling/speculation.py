@@ -12,19 +12,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .batch import EngineParts, Tally
+from .batch import Batch, CachedBatch, Tally
 from .cached import make_steps, ragged
 from .plans import Plan
 from .race import draw, fresh_uniforms
 from .token_choice import ACCEPTED, CORRECTED, probabilities
 
 
-def speculate(engine: EngineParts, plan: Plan, tally: Tally) -> None:
+def speculate(batch: Batch, plan: Plan, tally: Tally) -> None:
     """Draft and verify until every row is complete."""
-    by_queries = engine.model.mask_queries
+    by_queries = batch.model.mask_queries
     if by_queries:  # a pass holds the drafts, the last of all tokens, and their queries
-        assert engine.cache is not None
-        engine.cache.lengthen(engine.T + plan.draft + 1)
+        assert isinstance(batch, CachedBatch)
+        batch.cache.lengthen(batch.T + plan.draft + 1)
     cached = torch.zeros_like(tally.known)
     left = plan.length - tally.known
     while left.any():
@@ -32,7 +32,7 @@ def speculate(engine: EngineParts, plan: Plan, tally: Tally) -> None:
         known = tally.known
         size = left.clamp(max=plan.draft)
         drafts = draft(
-            engine,
+            batch,
             tally,
             cached,
             known,
@@ -51,7 +51,7 @@ def speculate(engine: EngineParts, plan: Plan, tally: Tally) -> None:
         settled = first - known
         if n_verify.any():
             verified = verify(
-                engine,
+                batch,
                 tally,
                 drafts,
                 cached=cached,
@@ -80,21 +80,21 @@ class Drafts:
 
 
 def draft(
-    engine: EngineParts, tally: Tally, cached: Tensor, known: Tensor, size: Tensor
+    batch: Batch, tally: Tally, cached: Tensor, known: Tensor, size: Tensor
 ) -> Drafts:
     """Draw the next `size` places of each row in parallel."""
     logits, row, place = predict_places(
-        engine, tally, cached=cached, known=known, first=known, size=size
+        batch, tally, cached=cached, known=known, first=known, size=size
     )
-    probs = probabilities(logits, engine.choice)
-    uniforms = engine.uniforms_at(row, place)
+    probs = probabilities(logits, batch.choice)
+    uniforms = batch.uniforms_at(row, place)
     tokens = draw(probs, uniforms)
-    engine.store(row, place, tokens, logits)
+    batch.store(row, place, tokens, logits)
     return Drafts(known=known, size=size, probs=probs)
 
 
 def verify(
-    engine: EngineParts,
+    batch: Batch,
     tally: Tally,
     drafts: Drafts,
     cached: Tensor,
@@ -126,14 +126,14 @@ def verify(
     # 1. Predict all drafts in one causal pass, as if they were known. Entry n of N is
     #    place `first` + `column[n]` of row `row[n]`.
     logits, row, place = predict_places(
-        engine,
+        batch,
         tally,
         cached=cached,
         known=drafts.known + drafts.size,
         first=first,
         size=n_verify,
     )
-    q = probabilities(logits, engine.choice)  # (N, V)
+    q = probabilities(logits, batch.choice)  # (N, V)
     first = first.to(q.device)
     known = drafts.known.to(q.device)
     size = drafts.size.to(q.device)
@@ -149,23 +149,23 @@ def verify(
     p = p * is_draft[:, None]
 
     # 2. Accept each with probability min(1, q / p), by a coin of its own: u p < q.
-    token = engine.tokens[row.to(engine.device), place.to(engine.device)]
+    token = batch.tokens[row.to(batch.device), place.to(batch.device)]
     token = token.to(q.device)
     index = token[:, None]
     p_token = p.gather(1, index).squeeze(1)
     q_token = q.gather(1, index).squeeze(1)
-    uniforms = engine.uniforms_at(row, place)
+    uniforms = batch.uniforms_at(row, place)
     coin = fresh_uniforms(uniforms, ACCEPTED)
     accept = coin * p_token < q_token
     # Log-probabilities under q replace those of the draft; places not kept are
     # overwritten later.
-    engine.store(row, place, token, logits)
+    batch.store(row, place, token, logits)
 
     # 3. `stop` (B,): the first column of each row that is not an accepted draft, be it
     #    a rejected draft or the bonus place; `n_verify`, one past the last, where there
     #    is none.
     is_kept = accept & is_draft
-    not_kept = torch.where(is_kept, engine.T, column)
+    not_kept = torch.where(is_kept, batch.T, column)
     stop = n_verify.scatter_reduce(0, row, not_kept, "amin")
     is_drawn = stop < n_verify
 
@@ -185,15 +185,15 @@ def verify(
     corrected = fresh_uniforms(uniforms, CORRECTED)
     uniforms = torch.where(is_draft[entry], corrected, uniforms)
     tokens = draw(weights, uniforms)
-    place = torch.where(is_drawn, first + stop, engine.T)
-    rows = torch.arange(engine.B, device=q.device)
-    engine.store(rows, place, tokens, logits[entry])
+    place = torch.where(is_drawn, first + stop, batch.T)
+    rows = torch.arange(batch.B, device=q.device)
+    batch.store(rows, place, tokens, logits[entry])
     settled = stop + is_drawn  # those accepted, and the one drawn
     return settled.cpu()
 
 
 def predict_places(
-    engine: EngineParts,
+    batch: Batch,
     tally: Tally,
     cached: Tensor,
     known: Tensor,
@@ -205,12 +205,12 @@ def predict_places(
     is_active = size > 0
     inputs = first + size - cached
     first_query = None
-    by_queries = engine.model.mask_queries
+    by_queries = batch.model.mask_queries
     if by_queries and not torch.equal(first, known):
         # The contents of all places before the last one, then the queries.
         contents = first + size - 1 - cached
         inputs = contents + size
-        first_query = first.to(engine.device)
+        first_query = first.to(batch.device)
     count = is_active * inputs
     (step,) = make_steps(
         cached=cached[None],
@@ -218,16 +218,16 @@ def predict_places(
         count=count[None],
         candidates=size[None],
         size=size[None],  # that it may unmask: all candidates
-        device=engine.device,
+        device=batch.device,
         grouped=False,
         first=first_query,
     )
-    hidden, index = engine.call(engine.predicting, step)
+    hidden, index = batch.predict(step)
     row, _, place = ragged(
-        first.to(engine.device), step.size, total=int(size.sum()), unused=engine.T
+        first.to(batch.device), step.size, total=int(size.sum()), unused=batch.T
     )
     tally.called(count)
-    logits = engine.logits(hidden[index[row, place]])
+    logits = batch.logits(hidden[index[row, place]])
     row = row.to(logits.device)
     place = place.to(logits.device)
     return logits, row, place

@@ -9,10 +9,10 @@ import pytest
 import reference
 import torch
 from helpers import needs_compiler
-from reference import make_plan, seeded
+from reference import generate, make_plan, seeded
 
 from aogpt.model import ModelConfig
-from aogpt.sampling import Plan, Samples, generate, group_sizes, mdm_plan
+from aogpt.sampling import Plan, Samples, group_sizes, mdm_plan
 from aogpt.systems import build_model
 from studies import bench, decoding_speed, step_speed
 from studies.decoding_speed import DecodeOptions, floor_of, parts_of

@@ -20,7 +20,7 @@ from test_tokenizer_files import of_bytes, of_words, saved
 import train
 from aogpt.checkpoints import Loaded
 from aogpt.data.tokenizers import get_tokenizer
-from aogpt.sampling import modes
+from aogpt.sampling import Engine
 from aogpt.sampling.modes import DecodingOptions
 from aogpt.scoring import masked_log_probs, masked_logits, token_log_probs
 from studies import eval_infill
@@ -141,14 +141,14 @@ def test_an_encoder_is_sampled_by_the_conditionals_that_it_is_scored_by(
     system, mode, monkeypatch
 ):
     """Given the left side: with [MASK] up to the end of the block."""
-    generate = modes.generate_distributed
+    generate = Engine.generate
     generations = []
 
     def recorded(*arguments, **settings):
         generations.append(generate(*arguments, **settings))
         return generations[-1]
 
-    monkeypatch.setattr(modes, "generate_distributed", recorded)
+    monkeypatch.setattr(Engine, "generate", recorded)
     model = make_system(system, 2, torch.float32).eval()
     N = 24
     passages = Passages(
