@@ -39,6 +39,7 @@ from .warm_start import with_shape_of
 # Keys of [model] that are no options: details of published layouts, which a config
 # sets, and what train.init_from takes from a pretrained decoder.
 NOT_OPTIONS = (
+    "norm",
     "norm_bias",
     "gelu",
     "attn_bias",
