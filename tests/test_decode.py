@@ -45,6 +45,7 @@ from aogpt.sampling import (
     Plan,
     Samples,
     TokenChoice,
+    batch,
     cached,
     compiled,
     group_sizes,
@@ -996,8 +997,8 @@ def work(monkeypatch):
         seen["heads"] += len(x)
         return logits(model, x)
 
-    monkeypatch.setattr(cached, "cached_hidden", counted_hidden)
-    monkeypatch.setattr(cached, "float32_logits", counted_logits)
+    monkeypatch.setattr(batch, "cached_hidden", counted_hidden)
+    monkeypatch.setattr(batch, "float32_logits", counted_logits)
     return seen
 
 

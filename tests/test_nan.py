@@ -205,7 +205,7 @@ def test_a_nan_of_the_judge_is_an_error(run, plain, place, script, monkeypatch):
         self.model.head = NaNHead(self.model.head, place)
 
     monkeypatch.setattr(judges.DecoderJudge, "__init__", broken)
-    words = ["--judge", plain, "--num-samples", 2, "--steps", 4]
+    words = ["--judge", plain, "--num-samples", 2, "--mode", "mdm:steps=4"]
     status, _, err = script(eval_gen, run, *words)
     assert status == 2
     assert "NaN" in err

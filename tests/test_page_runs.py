@@ -30,7 +30,7 @@ RECIPES = {
 }
 
 # Lines that neither recipe needs: other targets, a hidden [None], what the Llama family
-# has, and what serves other files.
+# has, records whose end is given, and what serves other files.
 UNREACHED = {
     "return attention(",
     "heads_per_value = q.shape[2] // v.shape[2]",
@@ -45,6 +45,11 @@ UNREACHED = {
     "x = x + p.added",
     "self.head.weight = self.wte.weight",
     "return self.head_logits(self.hidden(*inputs))",
+    "ids = torch.arange(self.config.vocab_size, device=self.wte.weight.device)",
+    "self.excluded = (ids == end) | (ids >= vocab_size)",
+    "logits = self.without_excluded(logits)",
+    "assert self.excluded is not None",
+    "return logits.masked_fill(self.excluded, IMPOSSIBLE)",
     "self.wtpe = TargetTable(c, c.n_embd)",
     "assert model.wtpe is not None",
     "self.added = self.lookup(model.wtpe.weight)",
@@ -61,6 +66,8 @@ ONLY_OF = {
     "fast": {"Transformer.angles_at"},
 }
 OF_USERS = {"Transformer.logits"}
+# where the end of a record is given
+OF_RECORDS = {"Transformer.exclude", "Transformer.without_excluded"}
 OF_MUON = {"Attention.matrices", "MLP.matrices"}
 OF_LOADING = {"Transformer._apply"}  # training makes the weights where they are
 
@@ -178,7 +185,7 @@ def test_no_command_does_without_a_method_of_the_page(
             except Broken:
                 continue
         survived.add(method)
-    expected = OF_USERS | ONLY_OF[other]
+    expected = OF_USERS | OF_RECORDS | ONLY_OF[other]
     if command == "train":
         expected |= OF_LOADING
     if command == "eval_ppl" or recipe == "paper":

@@ -64,6 +64,7 @@ KEYS = {
     "schedule": ((StageConfig(2, "random_blockwise"),), ANEW),
     "data.folder": (None, f"split train .*split val .*{ANEW}"),
     "data.max_tokens": (800, FREE),
+    "data.end": ("given", REFUSED),
     "optim.lr": (
         1e-4,
         FREE,

@@ -535,7 +535,8 @@ def test_bits_a_byte_times_bytes_are_the_nats_in_every_script(
 
     path = tmp_path / "result.json"
     monkeypatch.setattr(eval_ppl, "load", lambda *a, **k: loaded)
-    words = ["x", "--text", text, "--json", path, "--overwrite"]
+    typed = text.replace("\udcff", "\ufffd")  # a command line takes UTF-8 alone
+    words = ["x", "--text", typed, "--json", path, "--overwrite"]
     run_main(eval_ppl, monkeypatch, capsys, *words)
     (row,) = json.loads(path.read_text())["results"]
     assert row["nll"] * row["tokens"] == pytest.approx(scores.nats, rel=1e-5)
