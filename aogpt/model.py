@@ -280,6 +280,25 @@ def attention(
     return y.flatten(2)  # (B, T, D)
 
 
+def seen_by_copies(keys: Tensor, place: Tensor, source: Tensor) -> Tensor:
+    """Return which inputs a copy of input `source` sees from its own place: those
+    before the source, and itself. Of a source in its own place: all up to itself."""
+    return (keys < source) | (keys == place)
+
+
+def without_start(
+    allowed: Tensor,
+    last: Tensor,
+    config: ModelConfig,
+) -> Tensor:
+    """Return a mask (..., keys) in which a hidden [None] is visible only to queries
+    that see nothing else: those whose last input, of the shape (..., 1), is 0."""
+    if config.start != "hidden":
+        return allowed
+    keys = torch.arange(allowed.shape[-1], device=allowed.device)
+    return allowed & ((keys > 0) | (last == 0))
+
+
 class PermutationGather(torch.autograd.Function):
     """The lookup table[order], (B, T, D), in a table (T, D) by an order (B, T). The
     rows of the order are permutations, so the gradient is a gather by the inverse and a

@@ -12,11 +12,12 @@ from torch import Tensor
 from .model import (
     AOGPT,
     HeadLoss,
-    ModelConfig,
     Pass,
     Transformer,
     inverse_permutation,
+    seen_by_copies,
     shifted_inputs,
+    without_start,
 )
 from .runtime.errors import UserError
 
@@ -208,25 +209,6 @@ def parallel_hidden(
         allowed=allowed.unsqueeze(1),
     )
     return decoder.trunk(decoder.embed(in_tokens, in_positions), p)
-
-
-def seen_by_copies(keys: Tensor, place: Tensor, source: Tensor) -> Tensor:
-    """Return which inputs a copy of input `source` sees from its own place: those
-    before the source, and itself. Of a source in its own place: all up to itself."""
-    return (keys < source) | (keys == place)
-
-
-def without_start(
-    allowed: Tensor,
-    last: Tensor,
-    config: ModelConfig,
-) -> Tensor:
-    """Return a mask (..., keys) in which a hidden [None] is visible only to queries
-    that see nothing else: those whose last input, of the shape (..., 1), is 0."""
-    if config.start != "hidden":
-        return allowed
-    keys = torch.arange(allowed.shape[-1], device=allowed.device)
-    return allowed & ((keys > 0) | (last == 0))
 
 
 def group_starts(

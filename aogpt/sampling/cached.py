@@ -51,8 +51,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..model import AOGPT, MLP, ModelConfig, Pass, attention
-from ..scoring import seen_by_copies, without_start
+from ..model import (
+    AOGPT,
+    MLP,
+    ModelConfig,
+    Pass,
+    attention,
+    seen_by_copies,
+    without_start,
+)
 
 
 @dataclass

@@ -191,8 +191,8 @@ class DecodingOptions(TokenChoice):
 def block_note(mode: PlanFunction, longest: int) -> str:
     """Return a line on orders in blocks that are longer than all samples; "" for
     others. longest: tokens of the longest sample."""
-    order = getattr(mode, "keywords", {}).get("order", "random")
-    if "block" not in setting_types(order.partition(":")[0]):
+    order = getattr(mode, "keywords", {}).get("order")
+    if order is None or "block" not in setting_types(order.partition(":")[0]):
         return ""
     if not parse_order(order, "order").has_longer_blocks(longest):
         return ""

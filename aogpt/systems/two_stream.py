@@ -14,8 +14,8 @@ from ..model import (
     attention,
     rotate,
     shifted_inputs,
+    without_start,
 )
-from ..scoring import without_start
 from .parameters import block_matrices
 from .queries import QueryDecoder
 
