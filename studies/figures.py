@@ -418,8 +418,10 @@ def draw_runs(axes, panel: Panel) -> None:
 
 TARGETS = {
     "rotary": "rotated queries",
+    "adaln_11": "adaLN, vector 11",
     "adaln": "adaLN, vector 32",
-    "adaln_rotary": "adaLN and rotated queries",
+    "adaln_rotary_11": "adaLN (11), rotated queries",
+    "adaln_rotary": "adaLN (32), rotated queries",
     "two_stream": "two streams",
     "mask_query": "[MASK] as the query",
 }
