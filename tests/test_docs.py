@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import tyro
 from helpers import ROOT, prepared, shell_lines
@@ -275,9 +276,13 @@ WITH_OPTIONS = {words: page for words, page in PARSED.items() if has_options(wor
 
 
 @pytest.mark.parametrize("words", cases_of(WITH_OPTIONS))
-def test_a_command_parses(words, parse, monkeypatch):
+def test_a_command_parses(words, parse, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     script, arguments = script_of(words)
+    if any("=orders.npy" in word for word in arguments):  # a mode reads the file
+        orders = tmp_path / "orders.npy"
+        np.save(orders, np.arange(64)[None])
+        arguments = [word.replace("=orders.npy", f"={orders}") for word in arguments]
     if script == "train.py" and arguments[0].startswith("CONFIG"):
         arguments = ["configs/quickstart.toml", *arguments[1:]]
     got = parse(script, arguments)
@@ -336,6 +341,10 @@ USER_FILES = (
     "MY.jsonl",
     "samples.jsonl",
 )
+RECORDS = {
+    "names.jsonl": ["anna", "otto", "maria"] * 10,
+    "proteins.jsonl": ["MKV", "ACDEFGH", "WYRS"] * 10,
+}
 LEFT_OUT = {
     "transformers": "no run of a Llama at hand",
     "ENCODER": "no encoder at hand",
@@ -382,7 +391,7 @@ def small_commands():
             dataset = prepare.DATASETS[arguments[0]]
             if (dataset.hub or dataset.url) and "--source" not in options:
                 continue  # large, or a download
-            if "--tokenizer" not in options:
+            if not options & {"--tokenizer", "--alphabet"}:
                 more += ["--tokenizer", "english"]
             more += ["--out", f"made{len(shortened)}"]
         if script == "train.py":
@@ -417,6 +426,9 @@ def test_commands_run(tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "It was", "length": 12}\n')
     rows = [json.dumps({"prompt": f"{i}+1=", "text": f"{i + 1}"}) for i in range(40)]
     (tmp_path / "questions.jsonl").write_text("\n".join(rows))
+    for name, texts in RECORDS.items():
+        rows = [json.dumps({"text": text}) for text in texts]
+        (tmp_path / name).write_text("\n".join(rows))
     data = prepared(
         "text",
         tmp_path / "prepared",
