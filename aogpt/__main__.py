@@ -88,6 +88,14 @@ def show_json(answers: Iterable[Any]) -> None:
         show(dumps(answer, default=fields_of))
 
 
+def show_texts(samples: Iterable[Any], json: bool) -> None:
+    """Print the text of each sample, or all of it as a line of JSON."""
+    if json:
+        return show_json(samples)
+    for sample in samples:
+        show(sample.text)
+
+
 def score(
     model: Model,
     texts: Texts,
@@ -180,10 +188,7 @@ def fill(
         temperature=temperature,
         top_p=top_p,
     )
-    if json:
-        return show_json(samples)
-    for sample in samples:
-        show(sample.text)
+    show_texts(samples, json)
 
 
 def generate(
@@ -212,10 +217,7 @@ def generate(
         temperature=temperature,
         top_p=top_p,
     )
-    if json:
-        return show_json(samples)
-    for sample in samples:
-        show(sample.text)
+    show_texts(samples, json)
 
 
 FUNCTIONS = {
