@@ -69,8 +69,9 @@ class Tally:
 
 
 class Batch:
-    """The state of B samples, and what advances it. A subclass says how a model
-    predicts."""
+    """The state of B samples, and what advances it. How a model predicts is in
+    subclasses: `predict`, `count` and `inputs_kept` of a `CachedBatch` or an
+    `EncoderBatch`. Not abstract methods, as `compiled.Graphed` calls those above it."""
 
     def __init__(
         self,
