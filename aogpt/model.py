@@ -796,6 +796,8 @@ class Transformer(Layer):
     def run_blocks(self, x: Tensor, p: Pass) -> Tensor:
         """Return the final hidden states (B, T, D) of embedded inputs x (B, T, D): run
         all blocks and the final norm."""
+        if self.wtpe is not None and self.config.target == "input":
+            x = x + p.lookup(self.wtpe.weight)
         x = self.drop(x)
         first_values = None
         for layer, block in enumerate(self.blocks):
@@ -878,8 +880,18 @@ class AOGPT(Transformer):
     def hidden(self, tokens: Tensor, order: Tensor) -> Tensor:
         """Return the final hidden states (B, T, D); state i predicts position
         order[:, i]."""
-        # Scoring and decoding embed other inputs, under another pass.
         in_tokens, in_positions = shifted_inputs(tokens, order)
+        return self.trunk(in_tokens, in_positions, order)
+
+    def trunk(
+        self,
+        in_tokens: Tensor,
+        in_positions: Tensor,
+        order: Tensor,
+        allowed: Tensor | None = None,
+    ) -> Tensor:
+        """Return the final hidden states (B, T, D) for inputs (B, T), which scoring
+        chooses in another way than `hidden`. allowed: see `Pass`."""
         x = self.embed(in_tokens, in_positions)
         adaln_input = None
         if self.adaln_f is not None:
@@ -890,19 +902,14 @@ class AOGPT(Transformer):
             targets=order,
             inverse=inverse_permutation(order),
             adaln_input=adaln_input,
+            allowed=allowed,
         )
-        return self.trunk(x, p)
+        return self.run_blocks(x, p)
 
     def target_vectors(self) -> Tensor:
         """Return the input of adaLN by target position, (block_size, cond_dim)."""
         assert self.wtpe is not None
         return F.silu(self.wtpe.weight)
-
-    def trunk(self, x: Tensor, p: Pass) -> Tensor:
-        """Return the final hidden states (B, T, D) of embedded inputs x (B, T, D)."""
-        if self.wtpe is not None and self.config.target == "input":
-            x = x + p.lookup(self.wtpe.weight)
-        return self.run_blocks(x, p)
 
 
 def in_prediction_order(tokens: Tensor, order: Tensor) -> Tensor:

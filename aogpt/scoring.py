@@ -12,7 +12,6 @@ from torch import Tensor
 from .model import (
     AOGPT,
     HeadLoss,
-    Pass,
     Transformer,
     inverse_permutation,
     seen_by_copies,
@@ -197,18 +196,7 @@ def parallel_hidden(
     in_positions = in_positions.gather(1, source)
     allowed = seen_by_copies(steps, steps[:, None], source.unsqueeze(2))  # (B, T, T)
     allowed = without_start(allowed, steps[:, None], model.config)
-    adaln_input = None
-    if decoder.adaln_f is not None:
-        adaln_input = decoder.target_vectors()
-    p = Pass(
-        decoder,
-        in_positions,
-        targets=order,
-        inverse=inverse_permutation(order),
-        adaln_input=adaln_input,
-        allowed=allowed.unsqueeze(1),
-    )
-    return decoder.trunk(decoder.embed(in_tokens, in_positions), p)
+    return decoder.trunk(in_tokens, in_positions, order, allowed.unsqueeze(1))
 
 
 def group_starts(

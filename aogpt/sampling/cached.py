@@ -407,7 +407,7 @@ def cached_hidden(
         x = torch.where(is_query.unsqueeze(1), queries.query.to(x.dtype), x)
         return model.run_blocks(queries.with_positions(x, p.positions), p)
     x = model.embed(ordered[p.row, p.before], p.positions)
-    return model.trunk(x, p)
+    return model.run_blocks(x, p)
 
 
 def inputs_kept(

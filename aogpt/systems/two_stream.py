@@ -2,6 +2,8 @@
 tokens; the query stream knows its target position only, reads the content stream, and
 predicts."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -136,7 +138,7 @@ class TwoStream(QueryDecoder):
         if group_start is not None:
             allowed, query_allowed = self.group_masks(group_start)
         p = TwoStreamPass(self, in_positions, order, allowed, query_allowed)
-        return self.trunk(x, p)
+        return self.run_blocks(x, p)
 
     def group_masks(self, group_start: Tensor) -> tuple[Tensor, Tensor]:
         """Return the masks of inputs and of queries in groups (A3), (B, 1, T, T) each.
@@ -166,9 +168,9 @@ class TwoStream(QueryDecoder):
         query_allowed = without_start(query_allowed, last, self.config)
         return allowed.unsqueeze(1), query_allowed.unsqueeze(1)
 
-    def trunk(self, x: Tensor, p: TwoStreamPass) -> Tensor:
+    def run_blocks(self, x: Tensor, p: Any) -> Tensor:
         """Return the final hidden states of the queries, (B, T, D), for embedded inputs
-        x (B, T, D)."""
+        x (B, T, D). p: a pass that has `attend_queries`."""
         queries = self.query.expand(*p.targets.shape, -1)  # (B, T, D)
         if self.wpe is not None:
             # Row 0 of the table is [None]'s.
