@@ -53,12 +53,7 @@ def convert(
     tensors = {name: p.detach() for name, p in loaded.model.named_parameters()}
 
     def write_settings(folder: Path, data: bytes) -> None:
-        write_export(
-            folder=folder,
-            loaded=loaded,
-            source=source,
-            data=data,
-        )
+        write_export(folder=folder, loaded=loaded, source=source, data=data)
 
     data = file_of(tensors, getattr(torch, dtype))
     write_folder(destination, data, write_settings)

@@ -25,20 +25,10 @@ from aogpt.evaluation.judges import load_judge
 from aogpt.evaluation.report import Column, number, table
 from aogpt.evaluation.scoring import SampleSet, read_sample_sets, score_samples
 from aogpt.evaluation.text_measures import MEASURES
-from aogpt.runtime.command_line import (
-    ModelOptions,
-    run_script,
-    show,
-    with_help,
-)
+from aogpt.runtime.command_line import ModelOptions, run_script, show, with_help
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
-from aogpt.runtime.outputs import (
-    Outputs,
-    ReportOptions,
-    provenance,
-    versions,
-)
+from aogpt.runtime.outputs import Outputs, ReportOptions, provenance, versions
 from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.validation import LARGEST, Count, check_values
 from aogpt.sampling import modes
@@ -114,13 +104,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     models = {}
     samplers = []
     for run in a.runs:
-        models[run] = load(
-            run,
-            a.weights,
-            "cpu",
-            a.block_size,
-            a.checkpoint,
-        )
+        models[run] = load(run, a.weights, "cpu", a.block_size, a.checkpoint)
         if models[run].of_records and models[run].record_end is None:
             procs.print0(modes.RECORDS_NOTE, file=sys.stderr)
         for options in sweep:
@@ -130,13 +114,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         a, dtype, procs.device, procs.world_size, judge=judge.describe(), rows=[]
     )
     result["versions"].update(judge.libraries)
-    generated = make_samples(
-        samplers,
-        models,
-        a,
-        dtype,
-        procs,
-    )
+    generated = make_samples(samplers, models, a, dtype, procs)
     for samples in itertools.chain(generated, read):
         row = score_samples(samples, judge, a.decoding.batch_size, procs)
         result["rows"].append(row)
@@ -221,13 +199,7 @@ def make_samples(
             for record in sample_records(samples, loaded.get_tokenizer()):
                 records.append({key: record[key] for key in SCORED})
         seconds = round(time.perf_counter() - started, 3)
-        yield SampleSet(
-            run,
-            records,
-            settings,
-            seconds,
-            loaded.tokenizer,
-        )
+        yield SampleSet(run, records, settings, seconds, loaded.tokenizer)
 
 
 def name_of(settings: dict) -> str:

@@ -422,9 +422,7 @@ def read_dataset(folder: Path, loaded: Loaded, tokenizer: Tokenizer) -> list[Req
 
 
 def encode_all(
-    a: Arguments,
-    session: Session,
-    requests: list[Request],
+    a: Arguments, session: Session, requests: list[Request]
 ) -> dict[int, Context]:
     """Return the texts to fill in of each request that fits, by its index. Print how
     many are too long. Raises UserError if none fits."""
@@ -461,11 +459,7 @@ def encode_all(
     return encoded
 
 
-def encode(
-    a: Arguments,
-    session: Session,
-    request: Request,
-) -> Context:
+def encode(a: Arguments, session: Session, request: Request) -> Context:
     """Return the token ids of a sample, None where they are to be generated.
 
     Raises UserError if the model cannot fill it in, TooLong if it is too long."""
@@ -527,10 +521,7 @@ def prompt_context(a: Arguments, session: Session, request: Request) -> Context:
 
 
 def print_samples(
-    records: list[dict],
-    tokenizer: Tokenizer,
-    several: bool,
-    first: int,
+    records: list[dict], tokenizer: Tokenizer, several: bool, first: int
 ) -> None:
     """Print the samples; on a terminal generated tokens are bold beside given ones.
     several: name the prompt of each; first: the number of the first one."""

@@ -36,12 +36,7 @@ import torch
 from torch import Tensor
 
 from aogpt.checkpoints import CheckpointError
-from aogpt.data.loader import (
-    Meta,
-    TokenDataset,
-    file_record,
-    find_dataset,
-)
+from aogpt.data.loader import Meta, TokenDataset, file_record, find_dataset
 from aogpt.data.tokenizers import FILES, get_tokenizer
 from aogpt.orders import read_orders
 from aogpt.runtime.command_line import counted, run_script
@@ -89,10 +84,7 @@ def train(config: Config, procs: Processes) -> int:
     status."""
     source = find_dataset(config.data.folder)
     data = TokenDataset(
-        source,
-        "train",
-        config.model.block_size,
-        max_tokens=config.data.max_tokens,
+        source, "train", config.model.block_size, max_tokens=config.data.max_tokens
     )
     epochs = config.train.epochs
     if epochs:
@@ -314,13 +306,7 @@ def seed_dropout(seed: int, step: int, rank: int) -> None:
     """Make the random numbers of a step the same after a resume, and different on every
     process."""
     row = range(rank, rank + 1)
-    bits = philox_bits(
-        seed,
-        step,
-        row,
-        width=1,
-        stream=DROPOUT,
-    )
+    bits = philox_bits(seed, step, row, width=1, stream=DROPOUT)
     torch.manual_seed(int(bits[0, 0]))
 
 

@@ -203,30 +203,13 @@ class Pass:
         """Note that block `layer` comes next; n_layer is the final norm. A pass with a
         cache of keys and values needs to know."""
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the output of attention, (B, T, D), for q, k and v of the shape
         (B, T, H, D/H)."""
         if self.allowed is not None:
-            return attention(
-                q,
-                k,
-                v,
-                mask=self.allowed,
-                dropout=self.dropout,
-            )
+            return attention(q, k, v, mask=self.allowed, dropout=self.dropout)
         if not self.hide_start:
-            return attention(
-                q,
-                k,
-                v,
-                causal=True,
-                dropout=self.dropout,
-            )
+            return attention(q, k, v, causal=True, dropout=self.dropout)
         # Input 0 sees itself alone: its output is its value, for all heads that share
         # it. A mask would rule out fast kernels.
         heads_per_value = q.shape[2] // v.shape[2]
@@ -286,11 +269,7 @@ def seen_by_copies(keys: Tensor, place: Tensor, source: Tensor) -> Tensor:
     return (keys < source) | (keys == place)
 
 
-def without_start(
-    allowed: Tensor,
-    last: Tensor,
-    config: ModelConfig,
-) -> Tensor:
+def without_start(allowed: Tensor, last: Tensor, config: ModelConfig) -> Tensor:
     """Return a mask (..., keys) in which a hidden [None] is visible only to queries
     that see nothing else: those whose last input, of the shape (..., 1), is 0."""
     if config.start != "hidden":
@@ -305,12 +284,7 @@ class PermutationGather(torch.autograd.Function):
     sum. The gradient of indexing would add with atomics, in no fixed order."""
 
     @staticmethod
-    def forward(
-        ctx,
-        table: Tensor,
-        order: Tensor,
-        inverse: Tensor,
-    ) -> Tensor:
+    def forward(ctx, table: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         """Return the rows (B, T, D). inverse (B, T): see `inverse_permutation`."""
         ctx.save_for_backward(inverse)
         return table[order]
@@ -376,11 +350,7 @@ class RMSNorm(nn.RMSNorm):
 def make_norm(c: ModelConfig) -> nn.Module:
     """Return the norm of the residual stream that the configuration asks for."""
     if c.norm == "layernorm":
-        return nn.LayerNorm(
-            c.n_embd,
-            eps=c.norm_eps,
-            bias=c.norm_bias,
-        )
+        return nn.LayerNorm(c.n_embd, eps=c.norm_eps, bias=c.norm_bias)
     return RMSNorm(c.n_embd, eps=c.norm_eps)
 
 
@@ -410,12 +380,7 @@ class TargetTable(PositionTable, Layer):
 
     conditions = ("weight",)
 
-    def __init__(
-        self,
-        c: ModelConfig,
-        width: int,
-        wave_std: float | None = 0.04,
-    ):
+    def __init__(self, c: ModelConfig, width: int, wave_std: float | None = 0.04):
         super().__init__(c, c.block_size, width, wave_std)
         # Position 0 has the waves that it has in `wpe`, where it is row 1.
         self.first_wave = 1
@@ -462,12 +427,7 @@ class Projection(nn.Linear, Layer):
     """The linear layer back to the residual stream, (..., width) -> (..., D). There are
     2 n_layer of these, whose outputs add up, so their initial values are smaller."""
 
-    def __init__(
-        self,
-        c: ModelConfig,
-        width: int,
-        bias: bool,
-    ):
+    def __init__(self, c: ModelConfig, width: int, bias: bool):
         super().__init__(width, c.n_embd, bias=bias)
         self.init_std = 0.02 / math.sqrt(2 * c.n_layer)
 
@@ -479,12 +439,7 @@ def rotary_angles(c: ModelConfig) -> Tensor:
     rope_scaling (factor, low, high, length), Llama 3.1: frequencies of fewer than `low`
     turns in `length` positions are divided by the factor, those of more than `high`
     stay, linear between."""
-    coordinates = torch.arange(
-        0,
-        c.head_dim,
-        2,
-        dtype=torch.float64,
-    )
+    coordinates = torch.arange(0, c.head_dim, 2, dtype=torch.float64)
     exponents = coordinates / c.head_dim
     frequency = c.rope_base**-exponents
     if c.rope_scaling is not None:
@@ -668,12 +623,7 @@ class HeadLoss(nn.Module):
         super().__init__()
         self.vocab_size = c.vocab_size
 
-    def forward(
-        self,
-        head: Callable,
-        x: Tensor,
-        wanted: Tensor,
-    ) -> Tensor:
+    def forward(self, head: Callable, x: Tensor, wanted: Tensor) -> Tensor:
         """Return the losses of the tokens `wanted` (B, T) in nats, (B, T).
 
         head: a function of states (n, D) that returns logits (n, V). x (B, T, D): final
@@ -700,12 +650,7 @@ class HeadLoss(nn.Module):
             parts.append(losses)
         return torch.cat(parts).unflatten(0, shape)
 
-    def losses(
-        self,
-        head: Callable,
-        x: Tensor,
-        wanted: Tensor,
-    ) -> Tensor:
+    def losses(self, head: Callable, x: Tensor, wanted: Tensor) -> Tensor:
         """Return the losses of the tokens of a chunk, (n,), from x (n, D) and wanted
         (n,)."""
         logits = head(x)

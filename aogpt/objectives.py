@@ -17,12 +17,7 @@ from torch import Tensor, nn
 
 from .orders import Roles
 from .runtime.errors import UserError
-from .runtime.randomness import (
-    ORDERS,
-    SCORED_MASKS,
-    philox_bits,
-    to_uniform,
-)
+from .runtime.randomness import ORDERS, SCORED_MASKS, philox_bits, to_uniform
 from .runtime.validation import Count, Probability, check_values
 from .scoring import group_starts
 from .systems import NOISE_EPS, log_linear_noise
@@ -114,13 +109,7 @@ def groupwise_loss(
     if group == 1:
         return ao_ar_loss(model, tokens, order, weight)
     starts = group_starts(order, group, prompt_lengths)
-    return ao_ar_loss(
-        model,
-        tokens,
-        order,
-        weight,
-        group_start=starts,
-    )
+    return ao_ar_loss(model, tokens, order, weight, group_start=starts)
 
 
 def masked_nll(model: nn.Module, tokens: Tensor, masks: Masks) -> Tensor:
@@ -131,12 +120,7 @@ def masked_nll(model: nn.Module, tokens: Tensor, masks: Masks) -> Tensor:
     return masks.weight * nll / tokens.shape[1]
 
 
-def score_entropy(
-    model: nn.Module,
-    tokens: Tensor,
-    masks: Masks,
-    vocab: int,
-) -> Tensor:
+def score_entropy(model: nn.Module, tokens: Tensor, masks: Masks, vocab: int) -> Tensor:
     """Return the denoising score entropy, differentiable, (B, T), 0 at unmasked
     positions; its mean is per token (SEDD, equation 8, absorbing graph).
 
@@ -358,13 +342,7 @@ def masks_at(
         )
     objective = config.definition
     if objective.stratified:
-        row_uniforms = stratified(
-            seed,
-            step,
-            rows,
-            total,
-            width=length + 1,
-        )
+        row_uniforms = stratified(seed, step, rows, total, width=length + 1)
     assert objective.masks is not None, f"{config.kind} has no masks"
     lengths = None if roles is None else roles.lengths
     return objective.masks(row_uniforms, position_uniforms, lengths)

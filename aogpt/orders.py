@@ -190,12 +190,7 @@ def orders_at(
         order = _sorted_by(keys)
         is_mixed = torch.from_numpy(to_uniform(coins) < config.l2r_prob)
         mixed_orders = orders_at(
-            config.as_mixed,
-            seed,
-            step,
-            rows,
-            length,
-            stream=stream,
+            config.as_mixed, seed, step, rows, length, stream=stream
         )
         return mixed_orders.where(is_mixed[:, None], order)
     uniform = to_uniform(keys)  # (B, T) in [0, 1)

@@ -224,11 +224,7 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def check_tokens(
-    model: Transformer,
-    tokens: Tensor,
-    companion: Tensor,
-) -> None:
+def check_tokens(model: Transformer, tokens: Tensor, companion: Tensor) -> None:
     """Raise UserError if tokens, and an order or a mask of them, do not fit the
     model."""
     if tokens.shape != companion.shape or tokens.dim() != 2:
@@ -249,11 +245,7 @@ def check_tokens(
         )
 
 
-def check_mask(
-    model: Transformer,
-    tokens: Tensor,
-    masked: Tensor,
-) -> None:
+def check_mask(model: Transformer, tokens: Tensor, masked: Tensor) -> None:
     """Raise UserError if tokens and a mask of them do not fit the model."""
     if model.config.l2r_only:
         raise UserError(

@@ -31,11 +31,7 @@ from tqdm import tqdm
 
 from . import checkpoints
 from .data.pieces import token_text
-from .data.tokenizers import (
-    END_OF_TEXT,
-    notes_on_special,
-    without_lone_surrogates,
-)
+from .data.tokenizers import END_OF_TEXT, notes_on_special, without_lone_surrogates
 from .orders import orders_at, parse_order
 from .runtime.devices import pick_device
 from .runtime.errors import UserError
@@ -653,11 +649,7 @@ class TextModel:
                 modes.check_context(context, config, self.loaded.scored_from)
         else:  # samples of one context differ in length
             with_end = contexts_with_end(
-                self.end,
-                dict(enumerate(contexts)),
-                seed,
-                count,
-                longest=self.longest,
+                self.end, dict(enumerate(contexts)), seed, count, longest=self.longest
             )
             contexts = list(with_end.values())
             keys = list(with_end)
@@ -901,12 +893,7 @@ def orders_of(size: int, count: int, seed: int) -> tuple[Tensor, bool]:
         return torch.tensor(list(itertools.permutations(range(size)))), True
     config = parse_order("random", "order")
     orders = orders_at(
-        config,
-        seed=seed,
-        step=0,
-        rows=range(count),
-        length=size,
-        stream=SCORED_ORDERS,
+        config, seed=seed, step=0, rows=range(count), length=size, stream=SCORED_ORDERS
     )
     return orders, False
 

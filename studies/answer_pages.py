@@ -180,12 +180,7 @@ def draw_legend(axes, names: list[str]) -> None:
         axes.plot([], [], "s", color=style.color, label=label)
     for decoder, marker in MARKERS.items():
         axes.plot([], [], marker, color="grey", label=decoder)
-    axes.legend(
-        loc="center",
-        fontsize=9,
-        ncols=2,
-        frameon=False,
-    )
+    axes.legend(loc="center", fontsize=9, ncols=2, frameon=False)
     axes.set_axis_off()
 
 

@@ -14,10 +14,7 @@ from studies.step_speed import TrainOptions, bench_train
 
 
 def main() -> None:
-    commands = {
-        "decode": with_help(DecodeOptions),
-        "train": with_help(TrainOptions),
-    }
+    commands = {"decode": with_help(DecodeOptions), "train": with_help(TrainOptions)}
     chosen = tyro.extras.subcommand_cli_from_dict(commands, description=__doc__)
     if isinstance(chosen, DecodeOptions):
         bench_decode(chosen)

@@ -20,12 +20,7 @@ from aogpt.runtime.validation import Count, check_values
 from aogpt.systems import build_model
 
 TINY = ModelConfig(
-    vocab_size=512,
-    block_size=128,
-    n_layer=2,
-    n_head=2,
-    n_embd=64,
-    cond_dim=16,
+    vocab_size=512, block_size=128, n_layer=2, n_head=2, n_embd=64, cond_dim=16
 )
 BENCH = ModelConfig(n_layer=6, n_head=6, n_embd=384)
 SMALL = ModelConfig()

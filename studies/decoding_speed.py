@@ -50,10 +50,7 @@ SYSTEMS = {
     "cache-only": System("a cache, but every unknown position computed in every step"),
     "encoder": System("an encoder of the same size", model="encoder", is_slow=True),
     "encoder-eager": System(
-        "the same encoder, not compiled",
-        model="encoder",
-        is_eager=True,
-        is_slow=True,
+        "the same encoder, not compiled", model="encoder", is_eager=True, is_slow=True
     ),
     "l2r": System(
         "AO-GPT left to right, a token a step", has_own_steps=True, has_floor=True
@@ -102,8 +99,7 @@ class DecodeOptions(BenchOptions):
     the arithmetic and the memory traffic take at the rates measured on this machine."""
 
     systems: Annotated[
-        tuple[Literal[*SYSTEMS], ...],
-        tyro.conf.arg(help=common.listed(DESCRIPTIONS)),
+        tuple[Literal[*SYSTEMS], ...], tyro.conf.arg(help=common.listed(DESCRIPTIONS))
     ] = ("ours", "no-cache", "encoder")
     batch_size: tuple[Count, ...] = (8,)
     lengths: tuple[Count, ...] = (1024,)

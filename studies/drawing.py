@@ -17,13 +17,7 @@ def new_figure(
     import matplotlib.pyplot as plt
 
     plt.rcParams["axes.prop_cycle"] = plt.cycler(color=COLORS)
-    return plt.subplots(
-        rows,
-        columns,
-        figsize=size,
-        layout="constrained",
-        **options,
-    )
+    return plt.subplots(rows, columns, figsize=size, layout="constrained", **options)
 
 
 def png(figure, dpi: int = 150) -> bytes:

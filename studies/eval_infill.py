@@ -118,13 +118,7 @@ def main() -> None:
     models = {}
     checkpoints = {}  # by run
     for run in a.runs:
-        models[run] = load(
-            run,
-            a.weights,
-            "cpu",
-            a.block_size,
-            a.checkpoint,
-        )
+        models[run] = load(run, a.weights, "cpu", a.block_size, a.checkpoint)
         checkpoints[run] = models[run].origin()
     # Before the first is evaluated, so that a wrong one costs no results.
     for loaded in models.values():
@@ -142,13 +136,7 @@ def main() -> None:
         changed = modes.changed_settings(vars(a.decoding))
         if changed:
             lines.append(f"samples: {', '.join(changed)}")
-        origin = provenance(
-            a,
-            dtype,
-            device,
-            rows=rows,
-            checkpoints=checkpoints,
-        )
+        origin = provenance(a, dtype, device, rows=rows, checkpoints=checkpoints)
         # After every run, so that a job that is killed loses none.
         outputs.write_report(a.json, origin, lines, part=True)
     with outputs:  # raises an error if a file could not be written
@@ -182,12 +170,7 @@ def passages_of(a: Arguments, models: list[Loaded]) -> Passages:
         blocks = dataset.blocks(spread(a.num_passages, dataset.num_blocks))
         documents = eval_set.documents[: len(blocks)]
         passages = find_passages(
-            blocks,
-            tokenizer,
-            a.shortest,
-            a.longest,
-            end,
-            documents,
+            blocks, tokenizer, a.shortest, a.longest, end, documents
         )
         if len(passages) == 0:
             raise UserError(
@@ -197,12 +180,7 @@ def passages_of(a: Arguments, models: list[Loaded]) -> Passages:
     return passages
 
 
-def evaluate(
-    run: str,
-    loaded: Loaded,
-    passages: Passages,
-    a: Arguments,
-) -> list[dict]:
+def evaluate(run: str, loaded: Loaded, passages: Passages, a: Arguments) -> list[dict]:
     """Return a row for each context (left or both sides) and each decoding mode."""
     model = loaded.model
     size = a.decoding.batch_size
@@ -220,25 +198,11 @@ def evaluate(
                 "nll": nll,
                 "documents": passages.document.tolist(),
             }
-            samples = fill_in(
-                loaded,
-                passages,
-                both,
-                options,
-                a.seed,
-            )
+            samples = fill_in(loaded, passages, both, options, a.seed)
             row.update(rouge(texts_of(loaded, passages, samples)))
             rows.append(row)
     if a.draws and model.config.target != "mask_query" and not model.config.is_encoder:
-        rows.append(
-            resampled_row(
-                run,
-                loaded,
-                passages,
-                a.draws,
-                a.seed,
-            )
-        )
+        rows.append(resampled_row(run, loaded, passages, a.draws, a.seed))
     return rows
 
 

@@ -99,13 +99,7 @@ def answer_prompts(
     results."""
     files = {"--json": a.json, "--samples": a.samples, "--html": a.html}
     outputs = Outputs(files, [a.run], a.overwrite)
-    loaded = load(
-        a.run,
-        a.weights,
-        procs.device,
-        a.block_size,
-        a.checkpoint,
-    )
+    loaded = load(a.run, a.weights, procs.device, a.block_size, a.checkpoint)
     dtype = pick_dtype(a.dtype, procs.device)
     loaded.model.to(dtype)
     # All tasks are opened first, so that a wrong one costs no answers.
@@ -129,11 +123,7 @@ def answer_prompts(
                 "too, and count as wrong here: take python -m studies.puzzle_answers"
             )
         answers = answer(loaded, questions, options, a.seed, procs, judge)
-        result = {
-            "task": questions.name,
-            **vars(options),
-            **answers.summary(),
-        }
+        result = {"task": questions.name, **vars(options), **answers.summary()}
         results.append(result)
         for record in answers.records:
             rows.append({"task": questions.name, **record})

@@ -60,12 +60,7 @@ class RunConfig:
         return middle
 
 
-KEYS = {
-    "from": str,
-    "description": str,
-    "tune": dict[str, list],
-    "tuned_as": str,
-}
+KEYS = {"from": str, "description": str, "tune": dict[str, list], "tuned_as": str}
 # Beside these there are dotted keys of the configuration.
 RUN_CONFIG_TABLE = TypedDict("RunConfigTable", KEYS, total=False)
 TABLES = dict[str, RUN_CONFIG_TABLE]

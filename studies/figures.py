@@ -102,11 +102,7 @@ class Panel:
 
 
 def draw_panels(
-    panels: dict[str, Panel],
-    draw: Callable,
-    columns: int,
-    caption: str,
-    sharey: bool,
+    panels: dict[str, Panel], draw: Callable, columns: int, caption: str, sharey: bool
 ) -> bytes:
     """Return a PNG with a panel for each title, which draw(axes, panel) fills, and a
     caption that says what bars and bands are."""
@@ -127,11 +123,7 @@ def draw_panels(
         axes.set_title(title, fontsize=10)
         axes.grid(alpha=0.3)
         axes.tick_params(labelleft=True)
-        axes.legend(
-            fontsize=7,
-            loc="upper center",
-            bbox_to_anchor=(0.5, -0.2),
-        )
+        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     for axes in places[len(panels) :]:
         axes.remove()
     return with_caption(drawing, caption, columns)
@@ -146,9 +138,7 @@ def with_caption(drawing, caption: str, columns: int) -> bytes:
     drawing.supxlabel(wrapped, fontsize=8)
     image = Image.open(io.BytesIO(png(drawing, dpi=120)))
     palette = image.convert("RGB").quantize(
-        method=Image.Quantize.MAXCOVERAGE,
-        kmeans=4,
-        dither=Image.Dither.NONE,
+        method=Image.Quantize.MAXCOVERAGE, kmeans=4, dither=Image.Dither.NONE
     )
     file = io.BytesIO()
     palette.save(file, format="png", optimize=True)
@@ -290,30 +280,11 @@ def draw_curve(
         lows.append(low)
         highs.append(high)
     tokens = [count / 1e6 for count in rows[0]["tokens"]]
-    axes.plot(
-        tokens,
-        means,
-        label=label,
-        color=style.color,
-        linestyle=style.line,
-    )
-    axes.fill_between(
-        tokens,
-        lows,
-        highs,
-        color=style.color,
-        alpha=0.15,
-        linewidth=0,
-    )
+    axes.plot(tokens, means, label=label, color=style.color, linestyle=style.line)
+    axes.fill_between(tokens, lows, highs, color=style.color, alpha=0.15, linewidth=0)
     ends = [row["losses"][kind][-1] for row in rows]
     beside = tokens[-1] * (1.03 + 0.015 * number)
-    axes.plot(
-        [beside] * len(ends),
-        ends,
-        ".",
-        color=style.color,
-        markersize=3,
-    )
+    axes.plot([beside] * len(ends), ends, ".", color=style.color, markersize=3)
 
 
 def draw_lines(axes, panel: Panel) -> None:

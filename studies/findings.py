@@ -90,11 +90,7 @@ def run(experiment: Experiment, a: Arguments) -> None:
             recipe = next(iter(experiment.recipes)) if a.quick else name
             raise UserError(f"{recipe} has no run config {chosen!r}, but {names}")
     runner = Runner(
-        experiment,
-        Results(file),
-        jobs=a.jobs,
-        quick=a.quick,
-        chosen=a.run_configs,
+        experiment, Results(file), jobs=a.jobs, quick=a.quick, chosen=a.run_configs
     )
     recipes = pages.reported(experiment, runner.train(seeds))
     show("\n".join(pages.details_of(experiment, recipes)))

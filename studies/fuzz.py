@@ -86,11 +86,7 @@ COMMANDS = {  # name: script, arguments within the folder, what it leaves
     "convert": (converts, "run new", "new/model.safetensors"),
     "convert export": (converts, "export new", "new/model.safetensors"),
     "convert release": (converts, "released.pt new", "new/model.safetensors"),
-    "resume": (
-        train.main,
-        f"run.toml --train.steps {STEPS + 3}",
-        CHECKPOINTS,
-    ),
+    "resume": (train.main, f"run.toml --train.steps {STEPS + 3}", CHECKPOINTS),
     "perplexity": (eval_ppl.main, f"run {PERPLEXITY}", "out.json"),
     "prepare": (
         prepare.main,

@@ -56,12 +56,7 @@ class Passages:
         starts = self.start.tolist()
         ends = self.end.tolist()
         middles = []
-        for row, start, end in zip(
-            rows,
-            starts,
-            ends,
-            strict=True,
-        ):
+        for row, start, end in zip(rows, starts, ends, strict=True):
             middles.append(row[start:end])
         return middles
 
@@ -112,12 +107,7 @@ def _passages(
 ) -> Passages:
     """Return passages of tokens (N, T) whose middles have these starts and ends."""
     spans = torch.tensor(spans).long().view(-1, 2)
-    return Passages(
-        tokens,
-        start=spans[:, 0],
-        end=spans[:, 1],
-        document=documents,
-    )
+    return Passages(tokens, start=spans[:, 0], end=spans[:, 1], document=documents)
 
 
 def find_last_words(
@@ -160,11 +150,7 @@ def _start_of_last_word(document: list[int], tokenizer: Tokenizer) -> int:
 
 
 @torch.no_grad()
-def middle_nll(
-    model: AOGPT,
-    passages: Passages,
-    both_sides: bool,
-) -> Tensor:
+def middle_nll(model: AOGPT, passages: Passages, both_sides: bool) -> Tensor:
     """Return -log p of the middle, token after token, given the left side or both
     sides: (N,) float64, nats per token. With both sides (not for a plain GPT) the order
     is: the left side, the right side, then the middle."""
@@ -188,11 +174,7 @@ def middle_nll(
     return -total / length
 
 
-def _masked_middle_nll(
-    model: AOGPT,
-    passages: Passages,
-    both_sides: bool,
-) -> Tensor:
+def _masked_middle_nll(model: AOGPT, passages: Passages, both_sides: bool) -> Tensor:
     """Return `middle_nll` of an encoder: a pass for the i-th token of every middle."""
     tokens = passages.tokens
     device = model.wte.weight.device

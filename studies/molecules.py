@@ -71,9 +71,7 @@ def benchmark(wheel: Path) -> Moses:
 
 
 def prepare(
-    wheel: Wheel,
-    out: Path = Path("data/molecules"),
-    validation: int = VALIDATION,
+    wheel: Wheel, out: Path = Path("data/molecules"), validation: int = VALIDATION
 ) -> None:
     """Write the molecules as records, in OUT and OUT_scaffolds.
 
@@ -117,10 +115,7 @@ def prepare(
 
 
 def ruler(
-    wheel: Wheel,
-    count: int = RULER,
-    seed: int = 0,
-    out: Path = RESULTS / "ruler.json",
+    wheel: Wheel, count: int = RULER, seed: int = 0, out: Path = RESULTS / "ruler.json"
 ) -> None:
     """Measure training molecules as if they were generated.
 
@@ -138,10 +133,7 @@ def ruler(
 
 
 def sizes(
-    wheel: Wheel,
-    most: int = 60_000,
-    seed: int = 0,
-    out: Path = RESULTS / "sizes.json",
+    wheel: Wheel, most: int = 60_000, seed: int = 0, out: Path = RESULTS / "sizes.json"
 ) -> None:
     """Measure how two distances of training molecules to the test set fall with the
     number of molecules, from an eighth of MOST to all of it."""

@@ -34,14 +34,7 @@ from aogpt.runtime.outputs import markdown_table
 from aogpt.runtime.validation import read_toml
 from studies.experiment import CONFIGS, Experiment, experiment_names, load_experiment
 from studies.measures import mean_and_half_width
-from studies.runner import (
-    MissingRow,
-    Recipes,
-    Results,
-    Runner,
-    commits_of,
-    with_best,
-)
+from studies.runner import MissingRow, Recipes, Results, Runner, commits_of, with_best
 from studies.runs import ROOT
 from studies.verdicts import (
     CONFIRMED,

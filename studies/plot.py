@@ -33,9 +33,7 @@ class PlotOptions(OutputOptions):
 def main() -> None:
     """Draw the runs of the command line and write the figure."""
     o = tyro.cli(
-        with_help(PlotOptions),
-        prog="python -m studies.plot",
-        description=__doc__,
+        with_help(PlotOptions), prog="python -m studies.plot", description=__doc__
     )
     if not o.runs or o.out.suffix != ".png":
         raise UserError(
@@ -72,12 +70,7 @@ def plot_runs(folders: list[Path]) -> bytes:
         axes.remove()
     first_axes = figure.axes[0]
     for i, run in enumerate(runs):
-        first_axes.plot(
-            [],
-            [],
-            color=f"C{i}",
-            label=literal(run),
-        )
+        first_axes.plot([], [], color=f"C{i}", label=literal(run))
     figure.legend(loc="outside lower center", ncols=min(4, len(runs)))
     return png(figure, dpi=130)
 
@@ -119,34 +112,18 @@ def panels_of(runs: dict[str, list[dict]]) -> dict[str, tuple[str, ...]]:
     }
 
 
-def draw_runs(
-    axes,
-    runs: dict[str, list[dict]],
-    keys: tuple[str, ...],
-) -> None:
+def draw_runs(axes, runs: dict[str, list[dict]], keys: tuple[str, ...]) -> None:
     """Draw a panel of all runs. It names those that have no values, such as a GPT in
     any order."""
     absent = []
     for i, (run, rows) in enumerate(runs.items()):
         if any(numbers(rows, key) for key in keys):
-            draw(
-                axes,
-                rows,
-                keys,
-                color=f"C{i}",
-            )
+            draw(axes, rows, keys, color=f"C{i}")
         else:
             absent.append(Path(run).name)
     if absent:
         note = literal(f"no values: {', '.join(absent)}")
-        axes.text(
-            0.98,
-            0.96,
-            note,
-            ha="right",
-            va="top",
-            transform=axes.transAxes,
-        )
+        axes.text(0.98, 0.96, note, ha="right", va="top", transform=axes.transAxes)
 
 
 def literal(text: str) -> str:
@@ -155,12 +132,7 @@ def literal(text: str) -> str:
     return visible(text).replace("$", r"\$")
 
 
-def draw(
-    axes,
-    rows: list[dict],
-    keys: tuple[str, ...],
-    color: str,
-) -> None:
+def draw(axes, rows: list[dict], keys: tuple[str, ...], color: str) -> None:
     """Draw the values of one run in a panel, over tokens where they are known."""
     from matplotlib.ticker import LogLocator
 
@@ -175,22 +147,9 @@ def draw(
             points = np.array([(0, 0), *tokens], dtype=float)
             x = np.interp(x, points[:, 0], points[:, 1])
         if key.startswith("val_loss"):
-            axes.plot(
-                x,
-                y,
-                style,
-                color=color,
-                marker="o",
-                markersize=2.5,
-            )
+            axes.plot(x, y, style, color=color, marker="o", markersize=2.5)
         else:
-            axes.plot(
-                x,
-                y,
-                color=color,
-                linewidth=0.5,
-                alpha=0.25,
-            )
+            axes.plot(x, y, color=color, linewidth=0.5, alpha=0.25)
             axes.plot(x, smoothed(y), color=color)
         if key == "grad_norm":
             axes.set_yscale("log")

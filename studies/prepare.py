@@ -32,11 +32,7 @@ def datasets() -> dict[str, Dataset]:
         "chorales": CHORALES,
         "polya": Generated((60_000, 4_000), make=polya),
         "latin5": Generated((150_000, 10_000), make=latin5),
-        "shuffled": Shuffled(
-            source="always",
-            tokenizer="bytes",
-            val_fraction=0.05,
-        ),
+        "shuffled": Shuffled(source="always", tokenizer="bytes", val_fraction=0.05),
     }
     for name, task in TASKS.items():
         keys = task.keys or 1000

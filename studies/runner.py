@@ -88,11 +88,7 @@ class Results:
         if key not in self.rows and self.complete:
             raise MissingRow(f"{self.file} has no row of {config.run_folder}")
         if key not in self.rows:
-            row = {
-                "run": str(config.run_folder),
-                "key": key,
-                "result": make(),
-            }
+            row = {"run": str(config.run_folder), "key": key, "result": make()}
             with self.lock:
                 self.save(row)
         return self.rows[key]["result"]
@@ -371,10 +367,7 @@ class Runner:
         if self.quick:
             return []
         return search(
-            run_configs[0].tune,
-            loss_of,
-            at_hand,
-            equal_to_middle=success is not None,
+            run_configs[0].tune, loss_of, at_hand, equal_to_middle=success is not None
         )
 
     def commands(

@@ -218,10 +218,7 @@ def figure(rows: dict[str, dict]) -> bytes:
     for axes in (left, middle):
         axes.set_xscale("log", base=2)
         axes.set_xlabel(f"passes of the model for {LENGTH} tokens")
-    for name, dashes in (
-        (ONE_AT_A_TIME, "--"),
-        (LEFT_TO_RIGHT, "-."),
-    ):
+    for name, dashes in ((ONE_AT_A_TIME, "--"), (LEFT_TO_RIGHT, "-.")):
         left.axhline(
             rows[name]["perplexity"],
             color="grey",

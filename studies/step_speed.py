@@ -16,12 +16,7 @@ from torch import Tensor
 
 from aogpt.objectives import ao_ar_loss
 from aogpt.orders import OrderConfig, orders_at
-from aogpt.runtime.devices import (
-    autocast,
-    has_compiler,
-    pick_device,
-    pick_dtype,
-)
+from aogpt.runtime.devices import autocast, has_compiler, pick_device, pick_dtype
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import markdown_table
 from aogpt.runtime.validation import Count
@@ -46,8 +41,7 @@ class TrainOptions(BenchOptions):
     an error."""
 
     systems: Annotated[
-        tuple[Literal[*SYSTEMS], ...],
-        tyro.conf.arg(help=common.listed(SYSTEMS)),
+        tuple[Literal[*SYSTEMS], ...], tyro.conf.arg(help=common.listed(SYSTEMS))
     ] = ("aogpt", "gpt")
     batch_size: Count = 2
     """Sequences in a step, which is one forward and one backward pass."""

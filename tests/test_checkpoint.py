@@ -536,8 +536,7 @@ def test_a_reader_of_a_run_that_replaces_its_only_checkpoint_gets_a_whole_one(
                     loaded = load(tmp_path, checkpoint=checkpoint)
                     steps.append(loaded.step)
                     assert_same(
-                        weights(loaded.model),
-                        tiny_state(loaded.step).average.weights,
+                        weights(loaded.model), tiny_state(loaded.step).average.weights
                     )
                 assert steps == sorted(steps)
         finally:

@@ -142,11 +142,7 @@ def test_a_script_ends_in_one_line_and_shows_everything(body, status, out, err):
     "body, status, err",
     [
         ("raise UserError('give --x')", 2, "error (rank 3): give --x"),
-        (
-            "open('/x')",
-            2,
-            "error (rank 3): [Errno 2] No such file or directory: '/x'",
-        ),
+        ("open('/x')", 2, "error (rank 3): [Errno 2] No such file or directory: '/x'"),
         ("raise MemoryError", 2, f"error (rank 3): out of memory; {SMALLER}"),
         (
             NO_THREAD,
@@ -235,12 +231,7 @@ def draw(text):
     record = {"text": text, "prompt_index": 0, "tokens": tokens}
     record["step"] = [-1] * half + [0] * (len(tokens) - half)
     record["log_probs"] = [0.0] * len(tokens)
-    sample.print_samples(
-        [record],
-        get_tokenizer("bytes"),
-        several=False,
-        first=1,
-    )
+    sample.print_samples([record], get_tokenizer("bytes"), several=False, first=1)
 
 
 def warn(text):

@@ -180,20 +180,13 @@ REFUSED = [  # a config file, and what the message says besides the file's name
         for text in ("[optim\nlr = 1", "name = ", b"name = '\xff'", "import os")
     ),
     # a key that does not exist
-    (
-        "[optim]\nwarmup_step = 1",
-        UNKNOWN.format("optim.warmup_step"),
-    ),
+    ("[optim]\nwarmup_step = 1", UNKNOWN.format("optim.warmup_step")),
     ("[train]\nstep = 2", UNKNOWN.format("train.step")),
     ("lr = 1.0", UNKNOWN.format("lr")),  # the right name in the wrong place
     # a value that is none, or out of its range
     ("model = 3", "model is 3, but it must be a table"),
     ("schedule = 3", "schedule is 3, but it must be a list"),
-    (
-        '[optim]\nkind = "adam"',
-        "optim.kind is 'adam'",
-        "'adamw', 'muon'",
-    ),
+    ('[optim]\nkind = "adam"', "optim.kind is 'adam'", "'adamw', 'muon'"),
     ('[order]\nkind = "randm"', "order.kind is 'randm'", "'mixture'"),
     ("[optim]\nlr = nan", "optim.lr is nan"),
     ("[order]\nl2r_prob = 1.5", "order.l2r_prob is 1.5", "at most 1"),

@@ -510,13 +510,7 @@ def test_training_on_fewer_tokens_takes_blocks_spread_over_the_split(tmp_path):
     folder = write_dataset(tmp_path, np.arange(95))
     few = TokenDataset(folder, "train", 4, max_tokens=22)
     assert few.num_blocks == 5
-    assert few.blocks(range(5))[:, 0].tolist() == [
-        0,
-        16,
-        36,
-        52,
-        72,
-    ]
+    assert few.blocks(range(5))[:, 0].tolist() == [0, 16, 36, 52, 72]
     seen = torch.cat([few.batch(3, step, range(5), 5) for step in range(4)])
     assert seen[:, 0].bincount(minlength=95)[[0, 16, 36, 52, 72]].tolist() == [4] * 5
     assert TokenDataset(folder, "train", 4, max_tokens=10**9).num_blocks == 23

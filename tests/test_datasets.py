@@ -588,10 +588,7 @@ def test_folders_patterns_and_what_is_noticed_on_the_way(tmp_path, capsys):
         assert note in said
     assert load_meta(folder)["splits"]["test"]["documents"] == 6
     folder = prepared(
-        "text",
-        tmp_path / "p",
-        tmp_path / "in" / "**" / "*.[tT]*",
-        split="test",
+        "text", tmp_path / "p", tmp_path / "in" / "**" / "*.[tT]*", split="test"
     )
     assert load_meta(folder)["splits"]["test"]["documents"] == 2
     for number in range(101):  # meta.json does not grow with the number of files

@@ -280,12 +280,7 @@ PROMPTED_MODES += (
 ENDS = ({0: 1, 3: 0},)
 INFILLED = [  # systems, seed, prompts, modes
     (["AO-GPT"], 3, ({1: 2}, {0: 1, 3: 0}, {1: 0, 2: 2, 3: 1}), PROMPTED_MODES),
-    (
-        [*ENCODERS, "two_stream"],
-        2,
-        ENDS,
-        modes("mdm:steps=3, even:steps=2, entropy"),
-    ),
+    ([*ENCODERS, "two_stream"], 2, ENDS, modes("mdm:steps=3, even:steps=2, entropy")),
     (["mask_query"], 3, ({1: 2}, *ENDS), PROMPTED_MODES),
     (
         RELATIVE,
@@ -352,8 +347,7 @@ def test_infilling_matches_enumeration(system, seed, prompt, mode):
     ids=str,
 )
 @pytest.mark.parametrize(
-    "mode",
-    ["mdm:steps=3", "speculative:order=l2r,draft=3", "speculative:draft=3"],
+    "mode", ["mdm:steps=3", "speculative:order=l2r,draft=3", "speculative:draft=3"]
 )
 def test_truncated_sampling_matches_enumeration(mode, choice):
     """Greedy left to right has one possible sequence, which every sample is."""
@@ -576,15 +570,7 @@ LENGTHS = torch.tensor([12, 5, 0, 12, 1, 9, 12])
 @functools.cache
 def text_model(system="AO-GPT", dtype=torch.float32, seed=0):
     model = make_system(
-        system,
-        seed,
-        dtype,
-        0.7,
-        TOKENS,
-        block_size=16,
-        n_head=2,
-        n_embd=24,
-        cond_dim=6,
+        system, seed, dtype, 0.7, TOKENS, block_size=16, n_head=2, n_embd=24, cond_dim=6
     )
     # token vectors of size 1 would leave every prediction certain
     if model.config.tied_head:
@@ -860,13 +846,7 @@ def test_rounding_does_not_make_float32_samples_depend_on_the_batch(mode):
     """At this width batches of 1 and 8 take other kernels, and some tokens are drawn
     again."""
     model = make_system(
-        "AO-GPT",
-        1,
-        torch.float32,
-        vocab_size=8192,
-        n_embd=256,
-        n_head=4,
-        block_size=64,
+        "AO-GPT", 1, torch.float32, vocab_size=8192, n_embd=256, n_head=4, block_size=64
     )
     plan = make_plan(mode, 8, 64)
     uniforms = uniforms_for(8, 64, seed=2)
@@ -1009,9 +989,7 @@ BY_HAND = {"l2r": 12, "mdm:steps=1": 12, "random": 12, "even:steps=4": 12 + 3 * 
     "mode, prompted, ragged",
     some_slow(
         itertools.product(
-            [*EVERY_MODE, "mdm:steps=100", "even:steps=4"],
-            [False, True],
-            [False, True],
+            [*EVERY_MODE, "mdm:steps=100", "even:steps=4"], [False, True], [False, True]
         ),
         lambda mode, prompted, ragged: (
             (prompted and ragged and mode in OF_EACH_KIND)
@@ -1307,13 +1285,7 @@ def test_a_plan_takes_few_shapes_and_another_plan_of_its_kind_hardly_a_new_one(
 
 
 @pytest.mark.parametrize(
-    "mode",
-    [
-        "l2r",
-        "mdm:steps=4",
-        "mdm:steps=4,schedule=cosine",
-        "entropy:group=2",
-    ],
+    "mode", ["l2r", "mdm:steps=4", "mdm:steps=4,schedule=cosine", "entropy:group=2"]
 )
 @pytest.mark.parametrize(
     "system", ["AO-GPT", "two_stream", "mask_query", "SEDD", "target rotary"]
@@ -1407,13 +1379,7 @@ def test_generate_refuses_what_it_cannot_do_and_says_why(plan, arguments, words)
     [TokenChoice(), TokenChoice(top_p=0.9), TokenChoice(0.0), TokenChoice(top_k=2)],
 )
 @pytest.mark.parametrize(
-    "mode",
-    [
-        "l2r",
-        "even:steps=3",
-        "entropy:group=2",
-        "speculative:order=l2r,draft=3",
-    ],
+    "mode", ["l2r", "even:steps=3", "entropy:group=2", "speculative:order=l2r,draft=3"]
 )
 def test_a_model_whose_output_is_not_finite_gives_an_error_and_no_samples(
     mode, choice, bad

@@ -464,10 +464,7 @@ def fails(script):
         ),
         (["RUN", "--length", LENGTH + 1], f"give at most its block size, {LENGTH}"),
         (["ENCODER", "--mode", "speculative"], "needs causal attention"),
-        (
-            ["PLAIN", "--mode", "mdm"],
-            "plain GPT",
-        ),
+        (["PLAIN", "--mode", "mdm"], "plain GPT"),
         (
             ["--samples", "nowhere.jsonl"],
             "--samples nowhere.jsonl: there is no such file",

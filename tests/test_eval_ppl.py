@@ -519,10 +519,7 @@ def test_a_bad_option_ends_with_status_2_and_a_message(mistake, run, data):
             "--orders confidence:threshold=0.9 --group 2",
             "leave out --group, or write most=2",
         ),
-        (
-            "--orders fixed_blockwise:block=17",
-            "order.block 17 exceeds the blocks of",
-        ),
+        ("--orders fixed_blockwise:block=17", "order.block 17 exceeds the blocks of"),
         ("--ensemble 8 --group 2", "leave out --ensemble"),
         ("--datasets a.txt --split test", "--split is of prepared data sets"),
         ("--json table.md", "name the same file"),

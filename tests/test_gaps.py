@@ -288,14 +288,7 @@ def test_pairs_are_the_joint_of_two_places(system):
             if places == (1, 3):
                 assert pairs.table[n][m] == pytest.approx(math.exp(joint.log_prob))
             assert both.table[n][m] == pytest.approx(math.exp(mean.log_prob))
-    (few,) = text.pairs(
-        [
-            "abcab",
-        ],
-        1,
-        3,
-        top=2,
-    )
+    (few,) = text.pairs(["abcab"], 1, 3, top=2)
     assert (len(few.first), len(few.table), len(few.table[0])) == (2, 2, 2)
     largest = max(map(max, few.table))
     (pairs,) = text.pairs(["abcab"], 1, 3)

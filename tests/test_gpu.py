@@ -66,10 +66,7 @@ def small_configs():
             mask_token=None if mask_token is None else VOCAB_SIZE - 1,
         )
         small = change(
-            config,
-            model=model,
-            train__batch_size=BATCH,
-            train__micro_batch_size=BATCH,
+            config, model=model, train__batch_size=BATCH, train__micro_batch_size=BATCH
         )
         kind = small.model, small.objective, small.order
         if kind not in [(c.model, c.objective, c.order) for c in configs.values()]:

@@ -313,11 +313,7 @@ def test_replayed_steps_are_eager_steps(system, mode, graphs):
     model = small_system(system)
     given = None if mode == "l2r" else some_given(5, 12, seed=1)
     fast_engine = Engine(
-        model,
-        batch_size=3,
-        choice=TokenChoice(0.9, 0.9),
-        vocab_size=11,
-        compile=True,
+        model, batch_size=3, choice=TokenChoice(0.9, 0.9), vocab_size=11, compile=True
     )
     lengths = torch.tensor([12, 5, 0, 12, 9])
     for seed in (0, 1):

@@ -65,13 +65,7 @@ def test_names_that_other_programs_import():
 
     for name in ("load_model", "load", "CheckpointError"):
         assert callable(getattr(checkpoints, name))
-    for name in (
-        "Generation",
-        "Engine",
-        "Plan",
-        "TokenChoice",
-        "group_sizes",
-    ):
+    for name in ("Generation", "Engine", "Plan", "TokenChoice", "group_sizes"):
         assert callable(getattr(sampling, name))
     for kind in ("order", "mdm", "even", "score", "speculative"):
         assert callable(getattr(sampling, f"{kind}_plan"))

@@ -113,10 +113,7 @@ RUNS = {
         "model__dropout": 0.0,
         "optim__kind": "muon",
     },
-    "block": {
-        "train__activation_checkpointing": "block",
-        "train__dtype": "bfloat16",
-    },
+    "block": {"train__activation_checkpointing": "block", "train__dtype": "bfloat16"},
     "selective": {
         "train__activation_checkpointing": "selective",
         "model__dropout": 0.0,

@@ -7,14 +7,7 @@ import json
 import math
 
 import pytest
-from helpers import (
-    ALONE,
-    change,
-    encoder_config,
-    prepared,
-    tiny_config,
-    write_rows,
-)
+from helpers import ALONE, change, encoder_config, prepared, tiny_config, write_rows
 from torch import nn
 
 import eval_gen

@@ -15,11 +15,7 @@ from reference import SYSTEMS, make_system
 from aogpt.systems import build_model, matrices_of
 from aogpt.training import muon as muon_module
 from aogpt.training import optimizers as optimizers_module
-from aogpt.training.optimizers import (
-    learning_rate,
-    learning_rates,
-    make_optimizers,
-)
+from aogpt.training.optimizers import learning_rate, learning_rates, make_optimizers
 
 
 def muon_config(**changes):

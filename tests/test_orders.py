@@ -110,8 +110,7 @@ def test_seed_step_and_row_all_matter(kind):
 
 
 @pytest.mark.parametrize(
-    "mixed",
-    ["l2r", "r2l", "fixed_random", "slots", "infill", "context_l2r"],
+    "mixed", ["l2r", "r2l", "fixed_random", "slots", "infill", "context_l2r"]
 )
 def test_a_mixture_has_a_share_of_another_kind_and_is_random_otherwise(mixed):
     config = OrderConfig("mixture", l2r_prob=0.3, mixed=mixed, block=4, seed=7)
@@ -275,11 +274,7 @@ def test_orders_have_the_probabilities_of_their_definition(kind, length, setting
 
     def drawn(order_seed, step, rows):
         config = OrderConfig(
-            kind,
-            seed=order_seed,
-            block=block,
-            share=share,
-            l2r_prob=share,
+            kind, seed=order_seed, block=block, share=share, l2r_prob=share
         )
         return orders_at(config, seed, step, range(rows), length)
 

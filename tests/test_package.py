@@ -74,10 +74,7 @@ def run_elsewhere(tmp_path, code):
     for name in ("model.py", "data/__init__.py", "runtime.py", "training.py"):
         (tmp_path / name).write_text("raise SystemExit('the wrong module')\n")
     return subprocess.run(
-        [sys.executable, "-I", "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
 
 

@@ -32,7 +32,7 @@ RECIPES = {
 # Lines that neither recipe needs: other targets, a hidden [None], what the Llama family
 # has, records whose end is given, and what serves other files.
 UNREACHED = {
-    "return attention(",
+    "return attention(q, k, v, mask=self.allowed, dropout=self.dropout)",
     "heads_per_value = q.shape[2] // v.shape[2]",
     "start_value = v[:, :1].repeat_interleave(heads_per_value, dim=2)",
     "rest = attention(",
@@ -58,11 +58,7 @@ UNREACHED = {
 
 # Methods that one of the recipes does without, and why; `logits` is for users.
 ONLY_OF = {
-    "paper": {
-        "Pass.modulation",
-        "Pass.lookup",
-        "AOGPT.target_vectors",
-    },
+    "paper": {"Pass.modulation", "Pass.lookup", "AOGPT.target_vectors"},
     "fast": {"Transformer.angles_at"},
 }
 OF_USERS = {"Transformer.logits"}

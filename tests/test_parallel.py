@@ -116,11 +116,7 @@ def everywhere(undisturbed, moves, pairs, halved):
 @pytest.fixture(scope="module")
 def on_four(everywhere, undisturbed, moves):
     """The runs of four processes, on any machine."""
-    jobs = [
-        *runs_on(undisturbed, 4),
-        *moved(moves, 1, 4),
-        *moved(moves, 2, 4),
-    ]
+    jobs = [*runs_on(undisturbed, 4), *moved(moves, 1, 4), *moved(moves, 2, 4)]
     do((4, jobs), (1, moved(moves, 4, 1)))
 
 
@@ -301,9 +297,7 @@ def test_gradients_are_reduced_once_a_step(pairs, everywhere, kind, groups):
 
 @pytest.mark.slow(reason="compiles in two processes")
 @needs_compiler
-def test_compiled_shards_have_the_losses_of_eager_ones_and_compile_once(
-    short,
-):
+def test_compiled_shards_have_the_losses_of_eager_ones_and_compile_once(short):
     base = change(
         short, train__parallel="fsdp", train__activation_checkpointing="selective"
     )

@@ -270,10 +270,7 @@ def test_what_is_not_a_plan_is_refused_by_name(make, words):
         (lambda: mdm_plan(Samples(1, 4), 0), "steps is 0"),
         (lambda: order_plan(Samples(1, 4), "l2r", group=0), "the group"),
         (lambda: speculative_plan(Samples(1, 4), draft=0), "the draft"),
-        (
-            lambda: score_plan(Samples(1, 4), threshold=2.0),
-            "the threshold is 2",
-        ),
+        (lambda: score_plan(Samples(1, 4), threshold=2.0), "the threshold is 2"),
     ],
 )
 def test_a_plan_that_cannot_be_is_a_user_error(make, message):

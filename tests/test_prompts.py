@@ -49,11 +49,7 @@ from aogpt.objectives import ObjectiveConfig, evaluation_masks, masks_at
 from aogpt.orders import OrderConfig, Roles, orders_at
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.randomness import ORDERS, SCORED_ORDERS
-from aogpt.scoring import (
-    group_starts,
-    masked_log_probs,
-    token_log_probs,
-)
+from aogpt.scoring import group_starts, masked_log_probs, token_log_probs
 from aogpt.systems import build_model
 from aogpt.training import val_losses
 from aogpt.training.batches import make_batch, roles_of

@@ -325,11 +325,7 @@ def gpt2(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("gpt2")
     config = GPT2Config(
-        vocab_size=VOCAB,
-        n_positions=BLOCK,
-        n_embd=WIDTH,
-        n_layer=LAYERS,
-        n_head=HEADS,
+        vocab_size=VOCAB, n_positions=BLOCK, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS
     )
     reference = GPT2LMHeadModel(config).eval()
     generator = torch.Generator().manual_seed(4)

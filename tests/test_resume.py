@@ -65,10 +65,7 @@ KEYS = {
     "data.folder": (None, f"split train .*split val .*{ANEW}"),
     "data.max_tokens": (800, FREE),
     "data.end": ("given", REFUSED),
-    "optim.lr": (
-        1e-4,
-        FREE,
-    ),
+    "optim.lr": (1e-4, FREE),
     "optim.min_lr_ratio": (0.5, FREE),
     "optim.schedule": ("linear", FREE),
     "optim.warmup_steps": (20, FREE),

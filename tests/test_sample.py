@@ -103,12 +103,7 @@ def test_every_sample_is_printed_and_written_with_all_that_made_it(
     assert not out
     _, out, _ = script(sample, run, *words)
     assert out.count("=== sample") == 3
-    expected = {
-        "num_samples": 3,
-        "seed": 4,
-        "mode": "mdm:steps=5",
-        "top_p": 1.0,
-    }
+    expected = {"num_samples": 3, "seed": 4, "mode": "mdm:steps=5", "top_p": 1.0}
     for line in lines:
         assert visible(line["text"]) in out
         assert line["text"] == get_tokenizer("bytes").decode(line["tokens"])
@@ -172,14 +167,7 @@ class OneOf(Processes):
 
 
 # One of each way to plan: by a random time, a schedule, an order, a score or drafts.
-OF_EACH_KIND = (
-    "mdm cosine",
-    "even",
-    "l2r in groups",
-    "order",
-    "bound",
-    "speculative",
-)
+OF_EACH_KIND = ("mdm cosine", "even", "l2r in groups", "order", "bound", "speculative")
 
 
 @pytest.mark.parametrize(

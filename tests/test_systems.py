@@ -50,17 +50,8 @@ from aogpt.objectives import (
 from aogpt.orders import OrderConfig, orders_at
 from aogpt.runtime.errors import UserError
 from aogpt.sampling import Engine, Plan
-from aogpt.scoring import (
-    group_starts,
-    masked_log_probs,
-    masked_logits,
-    token_log_probs,
-)
-from aogpt.systems import (
-    build_model,
-    log_linear_noise,
-    parameter_counts,
-)
+from aogpt.scoring import group_starts, masked_log_probs, masked_logits, token_log_probs
+from aogpt.systems import build_model, log_linear_noise, parameter_counts
 from aogpt.training import config as configuration
 from aogpt.training.batches import make_batch
 from aogpt.training.config import Config, StageConfig

@@ -6,20 +6,12 @@ import math
 import numpy as np
 import pytest
 
-from aogpt.evaluation.text_measures import (
-    corpus_perplexity,
-    distinct,
-    unigram_entropy,
-)
+from aogpt.evaluation.text_measures import corpus_perplexity, distinct, unigram_entropy
 
 
 @pytest.mark.parametrize(
     "tokens, expected",
-    [
-        ([7, 7, 7, 7], 0),
-        ([1, 2, 3, 4], math.log(4)),
-        ([1, 1, 2, 3], 1.5 * math.log(2)),
-    ],
+    [([7, 7, 7, 7], 0), ([1, 2, 3, 4], math.log(4)), ([1, 1, 2, 3], 1.5 * math.log(2))],
 )
 def test_entropy_is_that_of_the_histogram_in_nats(tokens, expected):
     assert unigram_entropy(tokens) == pytest.approx(expected, rel=1e-15)

@@ -24,11 +24,7 @@ import aogpt
 import eval_ppl
 import train
 from aogpt.checkpoints import Loaded, load
-from aogpt.data.loader import (
-    TokenDataset,
-    load_meta,
-    read_tokens,
-)
+from aogpt.data.loader import TokenDataset, load_meta, read_tokens
 from aogpt.data.tokenizers import (
     END_OF_TEXT,
     byte_letters,
@@ -66,10 +62,7 @@ def of_words(**options):
     )
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.normalizer = tokenizers.normalizers.Sequence(
-        [
-            tokenizers.normalizers.Prepend("▁"),
-            tokenizers.normalizers.Replace(" ", "▁"),
-        ]
+        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
     )
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     return tokenizer

@@ -234,14 +234,8 @@ def test_a_finished_run_started_again_says_so_and_changes_nothing(
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (
-            {"model__target": "input"},
-            "model.target = 'adaln', but now it is 'input'",
-        ),
-        (
-            {"optim__kind": "muon"},
-            "optim.kind = 'adamw', but now it is 'muon'",
-        ),
+        ({"model__target": "input"}, "model.target = 'adaln', but now it is 'input'"),
+        ({"optim__kind": "muon"}, "optim.kind = 'adamw', but now it is 'muon'"),
     ],
 )
 def test_what_a_run_cannot_change_is_an_error_that_leaves_it_as_it_was(

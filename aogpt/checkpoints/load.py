@@ -26,13 +26,7 @@ from ..data.tokenizers import (
 from ..model import ModelConfig, Transformer
 from ..runtime.errors import UserError, reason_of
 from ..runtime.files import sha256_file
-from ..runtime.validation import (
-    Count,
-    NonNegative,
-    expand_home,
-    from_values,
-    read_json,
-)
+from ..runtime.validation import Count, NonNegative, expand_home, from_values, read_json
 from ..systems import build_model, set_block_size
 from . import pretrained, released, store
 from .store import CheckpointError
@@ -304,21 +298,9 @@ def from_file(file: Path, weights: str) -> tuple[Transformer, dict]:
                 for ours, name in prefixed.items()
             }
         )
-        return from_export(
-            export,
-            tensors,
-            file,
-            weights,
-            checked=False,
-        )
+        return from_export(export, tensors, file, weights, checked=False)
     if str(settings.get("format")).startswith("aogpt-export-"):
-        return from_export(
-            settings,
-            contents,
-            file,
-            weights,
-            checked=True,
-        )
+        return from_export(settings, contents, file, weights, checked=True)
     return from_release(contents, settings, weights, file.parent)
 
 

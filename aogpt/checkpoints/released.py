@@ -176,10 +176,7 @@ def _blocks(prefix: str, modules: dict[str, str], n_layer: int) -> dict[str, str
 
 def _parameters(theirs: str, ours: str) -> dict[str, str]:
     """Return our names of a module's weight and bias by their names there."""
-    return {
-        f"{theirs}.weight": f"{ours}.weight",
-        f"{theirs}.bias": f"{ours}.bias",
-    }
+    return {f"{theirs}.weight": f"{ours}.weight", f"{theirs}.bias": f"{ours}.bias"}
 
 
 def _ao_gpt(state: dict, settings: dict):

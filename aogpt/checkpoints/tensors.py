@@ -87,12 +87,7 @@ def read_file(path: Path) -> LazyTensors | dict:
                     f"{path} is damaged (checksum of {damaged}); get it again"
                 )
         # weights_only: otherwise a pickle can call any function of Python
-        contents = torch.load(
-            path,
-            map_location="cpu",
-            weights_only=True,
-            mmap=is_zip,
-        )
+        contents = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except (OSError, CheckpointError):
         raise
     except pickle.UnpicklingError as error:

@@ -114,10 +114,7 @@ class Dataset:
 
 
 def evaluation_set(
-    *numbers: int,
-    lines: tuple[str, ...] = (),
-    split: str = "test",
-    **options: Any,
+    *numbers: int, lines: tuple[str, ...] = (), split: str = "test", **options: Any
 ) -> Dataset:
     """Return a test set of the published tables. numbers: published rows of each of
     `splits`. lines: suffixes of text files with a row a line. options: other fields of
@@ -243,10 +240,7 @@ DATASETS: dict[str, Dataset] = {
         detokeniser="lm1b",
     ),
     "ag_news": evaluation_set(
-        120_000,
-        7_600,
-        hub=("fancyzhx/ag_news", None),
-        splits=("train", "test"),
+        120_000, 7_600, hub=("fancyzhx/ag_news", None), splits=("train", "test")
     ),
     "pubmed": evaluation_set(
         119_924,

@@ -20,13 +20,7 @@ from ..runtime.errors import UserError
 from ..runtime.files import sha256_file
 from ..runtime.paths import DATA
 from ..runtime.randomness import philox_bits
-from ..runtime.validation import (
-    Count,
-    FileName,
-    NonNegative,
-    expand_home,
-    read_json,
-)
+from ..runtime.validation import Count, FileName, NonNegative, expand_home, read_json
 from .catalogue import command_for
 from .prompts import END_GIVEN, PADDING, PREDICTED
 from .record_end import RecordEnd

@@ -84,13 +84,7 @@ def _train_and_val(
             group += 1
             first = math.ceil(group * size)
             last = math.ceil((group + 1) * size)
-            bits = philox_bits(
-                0,
-                group,
-                rows=range(1),
-                width=1,
-                stream=SPLIT,
-            )
+            bits = philox_bits(0, group, rows=range(1), width=1, stream=SPLIT)
             chosen = first + int(bits[0, 0]) % (last - first)
         if index == chosen:
             yield "val", text

@@ -184,10 +184,7 @@ def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:
     corpora = dataset.corpora(
         Request(
             args.name,
-            reading(
-                field=args.field,
-                prompt_field=args.prompt_field,
-            ),
+            reading(field=args.field, prompt_field=args.prompt_field),
             source=args.source,
             val=args.val,
             test=args.test,
@@ -449,10 +446,7 @@ class Writer:
             return
         for text in texts:
             yield encode_example(
-                self.tokenizer,
-                self.args.block_size,
-                end=self.records_end,
-                example=text,
+                self.tokenizer, self.args.block_size, end=self.records_end, example=text
             )
 
     def add(
@@ -598,12 +592,7 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
     return True
 
 
-def report(
-    folder: Path,
-    meta: dict,
-    tokenizer: Tokenizer,
-    notes: list[str],
-) -> None:
+def report(folder: Path, meta: dict, tokenizer: Tokenizer, notes: list[str]) -> None:
     """Print the sizes of the splits, and notes. folder: as the user typed it."""
     for split, entry in meta["splits"].items():
         tokens = counted(entry["tokens"], "tokens")

@@ -297,12 +297,7 @@ def read_json(path: Path, name: str, reading: Reading) -> Iterator[str]:
     yield from texts_of(enumerate(values, 1), reading, name)
 
 
-def text_of(
-    row: dict,
-    field: str,
-    place: str,
-    option: str = "--field",
-) -> str:
+def text_of(row: dict, field: str, place: str, option: str = "--field") -> str:
     """Return the text in a field of a row. Raises UserError, which begins with
     `place`."""
     if field not in row:

@@ -56,13 +56,7 @@ class RandomStream(NamedTuple):
 
     def uniform(self, seed: int, rows: range, width: int) -> Tensor:
         """Return uniform numbers in [0, 1), float64 (len(rows), width)."""
-        bits = philox_bits(
-            seed,
-            self.index,
-            rows,
-            width,
-            ENSEMBLES,
-        )
+        bits = philox_bits(seed, self.index, rows, width, ENSEMBLES)
         uniforms = to_uniform(bits)
         return torch.from_numpy(uniforms)
 

@@ -388,12 +388,7 @@ def open_questions(
     """Return the rows of a prepared data set, or `limit` of them, spread over the
     split. split: by default test, where there is one. Raises UserError for a set
     without prompts."""
-    dataset = open_split(
-        name,
-        split,
-        preferred_split="test",
-        verify=False,
-    )
+    dataset = open_split(name, split, preferred_split="test", verify=False)
     eval_set = open_eval_set(dataset, loaded, limit)
     rows = range(eval_set.count)
     roles = eval_set.roles(rows)

@@ -77,12 +77,7 @@ class Judge(abc.ABC):
         totals = [0.0] * len(samples)
         counts = [0] * len(samples)
         starts = range(0, len(windows), size)
-        for start in tqdm(
-            starts,
-            desc="judge",
-            disable=quiet or None,
-            leave=False,
-        ):
+        for start in tqdm(starts, desc="judge", disable=quiet or None, leave=False):
             batch = windows[start : start + size]
             rows = [torch.tensor(ids) for _, ids in batch]
             tokens = pad_sequence(rows, batch_first=True)
@@ -262,11 +257,7 @@ class TransformersJudge(Judge):
             tokens = F.pad(tokens, (1, 0), value=self._bos)
         # Padding is at the end: a causal model does not see it.
         mask = torch.ones_like(tokens)
-        output = self.model(
-            input_ids=tokens,
-            attention_mask=mask,
-            use_cache=False,
-        )
+        output = self.model(input_ids=tokens, attention_mask=mask, use_cache=False)
         # One row at a time: cross_entropy of all would take several times the memory of
         # the logits.
         rows = []

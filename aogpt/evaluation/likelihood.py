@@ -86,27 +86,13 @@ def token_nll(
     length = tokens.shape[1]
     device = tokens.device
     if model.config.is_encoder and orders.kind == "random" and group == 1:
-        masks = evaluation_masks(
-            seed,
-            draw,
-            rows,
-            total,
-            length,
-            roles=roles,
-        )
+        masks = evaluation_masks(seed, draw, rows, total, length, roles=roles)
         masks = masks.map(lambda tensor: tensor.to(device))
         log_probs = masked_log_probs(model, tokens, masks.masked, masks.lengths)
         nll = -masks.weight[:, None] * log_probs.double()
         scored = torch.ones_like(nll, dtype=torch.bool)
     else:
-        order = orders_at(
-            orders,
-            seed,
-            draw,
-            rows,
-            length,
-            stream=SCORED_ORDERS,
-        )
+        order = orders_at(orders, seed, draw, rows, length, stream=SCORED_ORDERS)
         prompt_lengths = None
         lengths = None
         if roles is not None:
@@ -177,13 +163,7 @@ class Scorer:
         """Return -log p of every token. draw: (seed, number of the draw, rows, total of
         rows)."""
         if self.rule is not None:
-            return decoding_nll(
-                loaded.model,
-                tokens,
-                self.rule,
-                self.group,
-                roles,
-            )
+            return decoding_nll(loaded.model, tokens, self.rule, self.group, roles)
         seed, number, rows, total = draw
         if self.orders is not None:
             return token_nll(
@@ -228,12 +208,7 @@ def decoding_nll(
     pace = rule.pace
     if pace is None and rule.block:
         pace = Pace(most=group)
-    plan = replace(
-        plan,
-        pace=pace,
-        block=rule.block,
-        unmask_by=rule.score,
-    )
+    plan = replace(plan, pace=pace, block=rule.block, unmask_by=rule.score)
     width = plan.order.shape[1]
     texts = tokens[:, :width].cpu()
     decoded = Engine(model).generate(plan, texts, forced=texts)
@@ -356,12 +331,7 @@ class Losses(NamedTuple):
     gains: Tensor | None = None
 
 
-def losses_of(
-    task: Task,
-    runner: BatchRunner,
-    seed: int,
-    draws: int,
-) -> Losses:
+def losses_of(task: Task, runner: BatchRunner, seed: int, draws: int) -> Losses:
     """Return the losses of every sequence, with this number of Monte Carlo samples, one
     where the task is exact. Random numbers are a function of (seed, number of the
     sample, row), whatever the batches, the processes and the model."""
@@ -430,12 +400,7 @@ def scores_of(task: Task, losses: Losses) -> Scores:
     # contexts.
     for i, size in enumerate(scorer.larger_ensembles):
         gains = losses.gains[..., i]
-        loss = estimate(
-            losses.nll,
-            gains,
-            weights=weights,
-            documents=documents,
-        )
+        loss = estimate(losses.nll, gains, weights=weights, documents=documents)
         gain = estimate(gains, weights=weights, documents=documents)
         by_size[size] = (loss, gain)
     return {size: by_size[size] for size in scorer.ensembles}

@@ -96,10 +96,7 @@ def _fits(tokenizer: str, sample: Sample) -> bool:
 
 
 def score_samples(
-    samples: SampleSet,
-    judge: Judge,
-    batch_size: int,
-    procs: Processes,
+    samples: SampleSet, judge: Judge, batch_size: int, procs: Processes
 ) -> dict:
     """Return the scores of a set: over all samples, and of each in `per_sample`; every
     process scores its share. batch_size: as in `Judge.score`."""
@@ -152,12 +149,7 @@ def _judged_as(samples: SampleSet, judge: Judge) -> str:
     return "retokenised"
 
 
-def _result(
-    sample: Sample,
-    tokens: list[int],
-    nll: float,
-    count: int,
-) -> dict:
+def _result(sample: Sample, tokens: list[int], nll: float, count: int) -> dict:
     """Return the results of one sample: the nats of its `count` scored tokens, and the
     measures of its tokens."""
     perplexity = None

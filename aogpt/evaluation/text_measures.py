@@ -112,9 +112,7 @@ def exp(value: float) -> float:
     return float(exponent.exp())
 
 
-def mean_and_error(
-    values: Sequence[float | None],
-) -> tuple[float | None, float | None]:
+def mean_and_error(values: Sequence[float | None]) -> tuple[float | None, float | None]:
     """Return the mean and standard error over the values that exist; None where there
     are too few."""
     numbers = [value for value in values if value is not None]

@@ -161,12 +161,7 @@ class Outputs:
             raise OSError("; ".join(self.failed.values()))
 
 
-def check_output(
-    option: str,
-    path: Path,
-    sources: list[Path],
-    overwrite: bool,
-) -> None:
+def check_output(option: str, path: Path, sources: list[Path], overwrite: bool) -> None:
     """Raise UserError for a result file that cannot or must not be written. sources:
     the files that are read."""
     words = [word.removeprefix(f"{option}=") for word in sys.argv]

@@ -222,12 +222,7 @@ def _is_required(field: dataclasses.Field) -> bool:
 _hints = functools.cache(functools.partial(get_type_hints, include_extras=True))
 
 
-def from_values(
-    values: Any,
-    shape: Any,
-    source: str,
-    advice: str = "",
-) -> Any:
+def from_values(values: Any, shape: Any, source: str, advice: str = "") -> Any:
     """Return plain values as an instance of a type, such as a dataclass. Raises
     FileError, which names their source."""
     try:
@@ -239,12 +234,7 @@ def from_values(
         raise FileError(message) from None
 
 
-def from_json(
-    text: str | bytes,
-    shape: Any,
-    source: str,
-    advice: str = "",
-) -> Any:
+def from_json(text: str | bytes, shape: Any, source: str, advice: str = "") -> Any:
     """Return JSON text as an instance of a type, such as a dataclass. Raises
     FileError."""
     try:

@@ -58,10 +58,7 @@ def adapt(batch: Batch, plan: Plan, tally: Tally) -> None:
 
 
 def within_limits(
-    plan: Plan,
-    known: Tensor,
-    candidates: Tensor,
-    scores: Tensor,
+    plan: Plan, known: Tensor, candidates: Tensor, scores: Tensor
 ) -> Tensor:
     """Return how many candidates each row unmasks, (B,), one at least.
 

@@ -47,12 +47,7 @@ def can_attend(head_width: int, dtype: torch.dtype) -> bool:
     return head_width <= WIDEST_HEAD and dtype in DTYPES
 
 
-def make_tiles(
-    step: Step,
-    heads: int,
-    key_heads: int,
-    dtype: torch.dtype,
-) -> Tiles:
+def make_tiles(step: Step, heads: int, key_heads: int, dtype: torch.dtype) -> Tiles:
     """Return the tiles of a step of a model with these heads and a cache of this
     type."""
     group = heads // key_heads
@@ -70,12 +65,7 @@ def make_tiles(
     )
 
 
-def queries_of_tile(
-    inputs: int,
-    rows: int,
-    group: int,
-    dtype: torch.dtype,
-) -> int:
+def queries_of_tile(inputs: int, rows: int, group: int, dtype: torch.dtype) -> int:
     """Return the queries of a tile: its inputs times the query heads of a key head
     (`group`), up to a power of two. Rows with many inputs take larger tiles, so that a
     key is read for more queries; not in float32, whose products take too many
@@ -85,9 +75,7 @@ def queries_of_tile(
 
 
 def pick_tile(
-    dtype: torch.dtype,
-    width: int,
-    queries: int,
+    dtype: torch.dtype, width: int, queries: int
 ) -> tuple[int, int, int, str]:
     """Return the keys of an iteration, warps, stages of loads ahead and the precision
     of products, so that registers and shared memory of an A100 suffice."""
@@ -153,31 +141,13 @@ def ragged_attention(
     splits = pick_splits(B * key_heads, slots)
     width = max(16, triton.next_power_of_2(D))
     tile_k, warps, stages, precision = pick_tile(q.dtype, width, queries)
-    out = torch.empty(
-        N,
-        H * D,
-        dtype=v.dtype,
-        device=q.device,
-    )
+    out = torch.empty(N, H * D, dtype=v.dtype, device=q.device)
     if splits == 1:
         parts = out
         log_sums = out  # not written
     else:
-        parts = torch.empty(
-            splits,
-            N,
-            H,
-            D,
-            dtype=torch.float32,
-            device=q.device,
-        )
-        log_sums = torch.empty(
-            splits,
-            N,
-            H,
-            dtype=torch.float32,
-            device=q.device,
-        )
+        parts = torch.empty(splits, N, H, D, dtype=torch.float32, device=q.device)
+        log_sums = torch.empty(splits, N, H, dtype=torch.float32, device=q.device)
     _attend[(tiles, key_heads, splits)](
         q,
         k,
@@ -215,30 +185,12 @@ def ragged_attention(
         num_stages=stages,
     )
     if splits > 1:
-        _merge[(N * H,)](
-            parts,
-            log_sums,
-            out,
-            N * H,
-            D=D,
-            WIDTH=width,
-            SPLITS=splits,
-        )
+        _merge[(N * H,)](parts, log_sums, out, N * H, D=D, WIDTH=width, SPLITS=splits)
     return out
 
 
 @ragged_attention.register_fake
-def _(
-    q,
-    k,
-    v,
-    keys,
-    values,
-    rows,
-    starts,
-    ends,
-    hide_start,
-):
+def _(q, k, v, keys, values, rows, starts, ends, hide_start):
     return v.new_empty(q.shape[0], q.shape[1] * q.shape[2])
 
 
@@ -373,13 +325,7 @@ def _attend(
 
 @triton.jit
 def _merge(
-    parts,
-    log_sums,
-    out,
-    n,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr,
+    parts, log_sums, out, n, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr
 ):
     """Store the mean of the splits of one input and head, by their weights."""
     place = tl.program_id(0).to(tl.int64)

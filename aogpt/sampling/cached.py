@@ -167,20 +167,8 @@ class KVCache:
         # A tensor for each layer: compiled code would copy all of one that it writes a
         # part of.
         for _ in range(config.n_layer):
-            self.keys.append(
-                torch.zeros(
-                    shape,
-                    device=device,
-                    dtype=dtype,
-                )
-            )
-            self.values.append(
-                torch.zeros(
-                    shape,
-                    device=device,
-                    dtype=dtype,
-                )
-            )
+            self.keys.append(torch.zeros(shape, device=device, dtype=dtype))
+            self.values.append(torch.zeros(shape, device=device, dtype=dtype))
 
     def lengthen(self, length: int) -> None:
         """Make room for `length` inputs, and keep what the cache holds."""
@@ -300,12 +288,7 @@ class CachedPass(Pass):
         if self.tables is not None:
             self.table = self.tables[layer]
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Put keys and values into the cache, and return what the queries read there,
         (N, D). q: (N, H, D/H); k, v: (N, heads of keys, D/H)."""
         k = k.to(self.keys.dtype)
@@ -324,12 +307,7 @@ class CachedPass(Pass):
             hide_start=self.hide_start,
         )
 
-    def attend_queries(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> Tensor:
+    def attend_queries(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return what the queries of two streams read, (N, D): k and v are in the cache
         already."""
         return self.attend_cache(q, self.query_mask)
@@ -339,12 +317,7 @@ class CachedPass(Pass):
         (B, 1, W, end), (N, D)."""
         keys = self.keys[:, : self.step.end]
         values = self.values[:, : self.step.end]
-        y = attention(
-            q[self.index],
-            keys,
-            values,
-            mask,
-        )  # (B, W, D)
+        y = attention(q[self.index], keys, values, mask)  # (B, W, D)
         return y[self.row, self.column]
 
     def modulation(self, linear: nn.Linear, parts: int) -> tuple[Tensor, ...]:
@@ -362,11 +335,7 @@ class CachedPass(Pass):
         return table[self.targets]
 
 
-def places(
-    step: Step,
-    slots: Tensor,
-    row: Tensor,
-) -> Tensor:
+def places(step: Step, slots: Tensor, row: Tensor) -> Tensor:
     """Return the places of the inputs that are in slots, each of a row of the batch,
     where a step says which its first queries are."""
     assert step.first is not None
@@ -389,14 +358,7 @@ def cached_hidden(
 
     ordered, order: (B, T) tokens and positions in prediction order; tokens from `known`
     on are ignored. tables: `modulation_tables`. kernel: of `CachedPass`."""
-    p = CachedPass(
-        model,
-        order,
-        step,
-        cache,
-        tables,
-        kernel,
-    )
+    p = CachedPass(model, order, step, cache, tables, kernel)
     if model.mask_queries:
         first_query = step.known[p.row]
         if step.first is not None:
@@ -446,13 +408,7 @@ def predict_next(
         all_candidates=size,
         all_size=size,
     )
-    hidden = cached_hidden(
-        model,
-        ordered[None],
-        order[None],
-        step,
-        cache,
-    )
+    hidden = cached_hidden(model, ordered[None], order[None], step, cache)
     cache.inputs = inputs_kept(model, known)
     return model.head_logits(hidden[-size:]).double()
 
@@ -523,12 +479,7 @@ class PackedLinear(nn.Module):
         self.bias = linear.bias
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
 
-    def forward(
-        self,
-        x: Tensor,
-        activation: str = "none",
-        variant: str = "",
-    ) -> Tensor:
+    def forward(self, x: Tensor, activation: str = "none", variant: str = "") -> Tensor:
         """Return the outputs of inputs (..., D). activation: what is applied to them in
         the same operation, in this variant."""
         x = x.to(self.weight.dtype)  # under autocast it may come in another

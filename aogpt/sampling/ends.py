@@ -56,8 +56,4 @@ def shortened(plan: Plan, samples: Generation, rows: Tensor, length: Tensor) -> 
         step = torch.arange(order.shape[1]).where(step >= 0, -1)
     is_cut = order >= length[:, None]
     place = is_cut.to(torch.uint8).argsort(dim=1, stable=True)  # what is cut comes last
-    return Plan(
-        order=order.gather(1, place),
-        step=step.gather(1, place),
-        length=length,
-    )
+    return Plan(order=order.gather(1, place), step=step.gather(1, place), length=length)

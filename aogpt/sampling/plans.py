@@ -148,10 +148,7 @@ class Plan:
 
     def __getitem__(self, rows: slice) -> "Plan":
         return replace(
-            self,
-            order=self.order[rows],
-            step=self.step[rows],
-            length=self.length[rows],
+            self, order=self.order[rows], step=self.step[rows], length=self.length[rows]
         )
 
     def __len__(self) -> int:

@@ -60,16 +60,14 @@ class ScoreRule:
 SCORES = {
     "confidence": ScoreRule(confidence, least=least_log_prob),
     "entropy": ScoreRule(
-        minus_entropy,
-        least=lambda threshold: -threshold,
-        largest_threshold=math.inf,
+        minus_entropy, least=lambda threshold: -threshold, largest_threshold=math.inf
     ),
     "margin": ScoreRule(margin),
 }
 Score = Literal[*SCORES]  # type: ignore[valid-type]
 ALL_SCORES = SCORES | {
     # For the likelihood of known tokens.
-    "oracle": ScoreRule(target_log_prob, least=least_log_prob, needs_targets=True),
+    "oracle": ScoreRule(target_log_prob, least=least_log_prob, needs_targets=True)
 }
 RuleScore = Literal[*ALL_SCORES]  # type: ignore[valid-type]
 

@@ -31,13 +31,7 @@ def speculate(batch: Batch, plan: Plan, tally: Tally) -> None:
         # 1. Draft up to `draft` places of each row in parallel.
         known = tally.known
         size = left.clamp(max=plan.draft)
-        drafts = draft(
-            batch,
-            tally,
-            cached,
-            known,
-            size,
-        )
+        drafts = draft(batch, tally, cached, known, size)
         # The first was drawn given all that it depends on.
         first = known + (size > 0)
         # Its input is cached, unless it was a [MASK].
@@ -51,12 +45,7 @@ def speculate(batch: Batch, plan: Plan, tally: Tally) -> None:
         settled = first - known
         if n_verify.any():
             verified = verify(
-                batch,
-                tally,
-                drafts,
-                cached=cached,
-                first=first,
-                n_verify=n_verify,
+                batch, tally, drafts, cached=cached, first=first, n_verify=n_verify
             )
             settled = settled + verified
 

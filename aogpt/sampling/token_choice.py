@@ -57,11 +57,7 @@ class TokenChoice:
         return True
 
 
-def choose_tokens(
-    logits: Tensor,
-    uniforms: Tensor,
-    choice: TokenChoice,
-) -> Tensor:
+def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tensor:
     """Draw one token a row: logits (N, V), uniforms float64 (N,) in [0, 1) ->
     LongTensor (N,).
 
@@ -134,11 +130,7 @@ def _truncated(logits: Tensor, choice: TokenChoice) -> Tensor:
     return torch.where(is_best & is_empty, all_probs, probs)
 
 
-def _from(
-    probs: Tensor,
-    least: Tensor,
-    ties: Tensor,
-) -> Tensor:
+def _from(probs: Tensor, least: Tensor, ties: Tensor) -> Tensor:
     """Return what is above `least` (N, 1) of the probabilities (N, V), and the first
     `ties` (N, 1) of those that equal it; else 0."""
     is_above = probs > least
@@ -157,11 +149,7 @@ def _top_p(probs: Tensor, choice: TokenChoice) -> Tensor:
     """Return probabilities (N, V), 0 outside the choice's nucleus."""
     if choice.top_p == 1:
         return probs
-    total = probs.sum(
-        dim=-1,
-        keepdim=True,
-        dtype=torch.float64,
-    )
+    total = probs.sum(dim=-1, keepdim=True, dtype=torch.float64)
     wanted = choice.top_p * total
     return _nucleus(probs, wanted)
 
@@ -196,11 +184,7 @@ def _nucleus(probs: Tensor, wanted: Tensor) -> Tensor:
     return _from(probs, least, ties)
 
 
-def _ties_kept(
-    probs: Tensor,
-    least: Tensor,
-    wanted: Tensor,
-) -> Tensor:
+def _ties_kept(probs: Tensor, least: Tensor, wanted: Tensor) -> Tensor:
     """Return how many tokens of probability `least` the nucleus holds beside the more
     probable ones; 0 or less where those alone reach `wanted`."""
     missing = wanted - _mass_above(probs, least)
@@ -215,18 +199,10 @@ def _mass_above(probs: Tensor, least: Tensor) -> Tensor:
     # booleans.
     above = torch.gt(probs, least, out=torch.empty_like(probs))
     above.mul_(probs)
-    return above.sum(
-        dim=-1,
-        keepdim=True,
-        dtype=torch.float64,
-    )
+    return above.sum(dim=-1, keepdim=True, dtype=torch.float64)
 
 
-def _outside_nucleus(
-    probs: Tensor,
-    token: Tensor,
-    wanted: Tensor,
-) -> Tensor:
+def _outside_nucleus(probs: Tensor, token: Tensor, wanted: Tensor) -> Tensor:
     """Return whether the mass ranked before the token of each row reaches `wanted`,
     BoolTensor (N,)."""
     token = token[:, None]
@@ -239,22 +215,14 @@ def _outside_nucleus(
             return (ties <= 0).squeeze(1)
     # Count the equals with lower ids. Ids are exact as float32 up to 2**24.
     V = probs.shape[-1]
-    ids = torch.arange(
-        V,
-        device=probs.device,
-        dtype=probs.dtype,
-    )
+    ids = torch.arange(V, device=probs.device, dtype=probs.dtype)
     earlier = torch.lt(ids, token.to(probs.dtype), out=torch.empty_like(probs))
     earlier.mul_(equal)
     rank = earlier.sum(dim=-1, keepdim=True)
     return (rank >= ties).squeeze(1)
 
 
-def _nucleus_of_row(
-    probs: Tensor,
-    rejected: Tensor,
-    wanted: Tensor,
-) -> Tensor:
+def _nucleus_of_row(probs: Tensor, rejected: Tensor, wanted: Tensor) -> Tensor:
     """Return the probabilities (V,) of one row, 0 outside its nucleus. As the token
     `rejected` is outside, only what is at least as probable, a small part of the
     vocabulary, has to be sorted."""

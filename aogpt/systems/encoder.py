@@ -27,20 +27,9 @@ class FullPass(Pass):
     """A pass in which every position sees all others, or those for which a mask
     (B, 1, 1, T) is True."""
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the output of attention, (B, T, D), for q, k and v (B, T, H, D/H)."""
-        return attention(
-            q,
-            k,
-            v,
-            mask=self.allowed,
-            dropout=self.dropout,
-        )
+        return attention(q, k, v, mask=self.allowed, dropout=self.dropout)
 
     def modulation(self, linear: nn.Linear, parts: int) -> tuple[Tensor, ...]:
         """Return adaLN's shifts, scales and gates: `parts` tensors (B, 1, D)."""
@@ -52,22 +41,12 @@ class ScoreOutputs(HeadLoss):
     """The two numbers that score entropy needs of the head's outputs o, log-scores:
     log sum_y exp(o_y), and o_x of the true token x."""
 
-    def forward(
-        self,
-        head: Callable,
-        x: Tensor,
-        targets: Tensor,
-    ) -> Tensor:
+    def forward(self, head: Callable, x: Tensor, targets: Tensor) -> Tensor:
         """Return both numbers, (2, B, T), for x (B, T, D) and targets (B, T)."""
         pairs = super().forward(head, x, targets)  # (B, T, 2)
         return pairs.movedim(-1, 0)
 
-    def losses(
-        self,
-        head: Callable,
-        x: Tensor,
-        targets: Tensor,
-    ) -> Tensor:
+    def losses(self, head: Callable, x: Tensor, targets: Tensor) -> Tensor:
         """Return both numbers, (n, 2), for x (n, D) and targets (n,)."""
         logits = at_least_float32(head(x))
         normaliser = logits.logsumexp(dim=-1)
@@ -121,12 +100,7 @@ class Encoder(Transformer):
         if not self.config.noise:
             return -self(tokens, masked, lengths=lengths)
         sigma = self.noise_of(masked, lengths)
-        normaliser, output = self(
-            tokens,
-            masked,
-            sigma,
-            lengths,
-        )
+        normaliser, output = self(tokens, masked, sigma, lengths)
         return (output - normaliser) * masked
 
     def masked_hidden(
@@ -188,11 +162,7 @@ class NoiseEmbedding(Layer):
 
     def forward(self, sigma: Tensor) -> Tensor:
         """Return the vectors (B, dim) of noise levels sigma (B,)."""
-        numbers = torch.arange(
-            128,
-            device=sigma.device,
-            dtype=torch.float64,
-        )
+        numbers = torch.arange(128, device=sigma.device, dtype=torch.float64)
         frequency = 10000.0 ** (-numbers / 128)
         angle = sigma.double()[:, None] * frequency  # (B, 128)
         waves = torch.cat([angle.cos(), angle.sin()], dim=-1)

@@ -34,10 +34,7 @@ class MaskQueryPass(Pass):
     """A pass of T contents, followed by their T queries."""
 
     def __init__(
-        self,
-        model: Transformer,
-        positions: Tensor,
-        context: Tensor | None = None,
+        self, model: Transformer, positions: Tensor, context: Tensor | None = None
     ):
         """Make a pass. positions (B, 2 T): of contents and queries. context: LongTensor
         (B, T), the number of contents that each query sees; None: query i sees the i
@@ -45,12 +42,7 @@ class MaskQueryPass(Pass):
         super().__init__(model, positions)
         self.context = context
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the output of attention, (B, 2 T, D), for q, k and v
         (B, 2 T, H, D/H)."""
         T = q.shape[1] // 2
@@ -60,25 +52,14 @@ class MaskQueryPass(Pass):
         queries = self.attend_queries(q, k, v)
         return torch.cat([contents, queries], dim=1)
 
-    def attend_queries(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> Tensor:
+    def attend_queries(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the output of the queries alone, (B, T, D), for q, k and v
         (B, 2 T, H, D/H)."""
         if self.context is None and not self.dropout and q.device.type == "cpu":
             return merged_attention(q, k, v)
         T = q.shape[1] // 2
         mask = self.query_mask(T, q.device)
-        return attention(
-            q[:, T:],
-            k,
-            v,
-            mask=mask,
-            dropout=self.dropout,
-        )
+        return attention(q[:, T:], k, v, mask=mask, dropout=self.dropout)
 
     def queries_of(self, x: Tensor) -> Tensor:
         """Return the queries (B, T, D) among inputs x (B, 2 T, D)."""
@@ -98,11 +79,7 @@ class MaskQueryPass(Pass):
         return mask.unsqueeze(1)
 
 
-def merged_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-) -> Tensor:
+def merged_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return the output of attention of T queries, (B, T, D), over the contents before
     them and themselves, without a mask.
 
@@ -124,13 +101,7 @@ def merged_attention(
         # The last content is seen by no query.
         content_k = k[:, :, : T - 1]
         content_v = v[:, :, : T - 1]
-        y = MergedAttention.apply(
-            q[:, :, T:],
-            content_k,
-            content_v,
-            own_k,
-            own_v,
-        )
+        y = MergedAttention.apply(q[:, :, T:], content_k, content_v, own_k, own_v)
     return y.transpose(1, 2).flatten(2)
 
 
@@ -156,26 +127,11 @@ class MergedAttention(torch.autograd.Function):
         later_score = own_score[:, :, 1:]
         dropout = 0.0
         is_causal = True
-        read, log_sum = FLASH(
-            later_q,
-            k,
-            v,
-            dropout,
-            is_causal,
-        )
+        read, log_sum = FLASH(later_q, k, v, dropout, is_causal)
         merged_log_sum = torch.logaddexp(later_score.to(log_sum.dtype), log_sum)
         own_share = (later_score - merged_log_sum).exp().unsqueeze(-1)
         merged = torch.lerp(read, later_own_v, own_share.to(read.dtype))
-        ctx.save_for_backward(
-            q,
-            k,
-            v,
-            own_k,
-            own_v,
-            merged,
-            merged_log_sum,
-            own_share,
-        )
+        ctx.save_for_backward(q, k, v, own_k, own_v, merged, merged_log_sum, own_share)
         return torch.cat([own_v[:, :, :1], merged], dim=2)
 
     @staticmethod

@@ -13,12 +13,7 @@ from ..model import Layer, Matrices, ModelConfig, PositionTable, Transformer
 def init_weights(model: Transformer, generator: torch.Generator | None = None) -> None:
     """Fill all parameters of a model: see `init_weight`."""
     for name, p in model.named_parameters():
-        init_weight(
-            model,
-            name,
-            p,
-            generator,
-        )
+        init_weight(model, name, p, generator)
 
 
 @torch.no_grad()
@@ -42,20 +37,10 @@ def init_weight(
         p.copy_(waves[layer.first_wave :])
     else:
         std = layer.init_std if isinstance(layer, Layer) else Layer.init_std
-        nn.init.trunc_normal_(
-            p,
-            std=std,
-            a=-3 * std,
-            b=3 * std,
-            generator=generator,
-        )
+        nn.init.trunc_normal_(p, std=std, a=-3 * std, b=3 * std, generator=generator)
 
 
-def sinusoids(
-    rows: int,
-    dim: int,
-    std: float,
-) -> Tensor:
+def sinusoids(rows: int, dim: int, std: float) -> Tensor:
     """Return sines and cosines (rows, dim) of wavelengths from 2 pi to pi * rows, in
     geometric steps, with standard deviation `std`."""
     steps = torch.linspace(0, 1, (dim + 1) // 2)

@@ -40,23 +40,12 @@ class TwoStreamPass(Pass):
         self.target_angles = self.query_angles
         self.query_angles = self.key_angles
 
-    def attend_queries(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> Tensor:
+    def attend_queries(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the output of the queries, (B, T, D). q is the query stream's, k and v
         are the content's."""
         if self.query_allowed is None:
             return super().attend(q, k, v)
-        return attention(
-            q,
-            k,
-            v,
-            mask=self.query_allowed,
-            dropout=self.dropout,
-        )
+        return attention(q, k, v, mask=self.query_allowed, dropout=self.dropout)
 
 
 class TwoStreamBlock(nn.Module):
@@ -179,12 +168,7 @@ class TwoStream(QueryDecoder):
         first_values = None
         for layer, block in enumerate(self.blocks):
             p.enter(layer)
-            x, queries, values = block(
-                x,
-                queries,
-                p,
-                first_values,
-            )
+            x, queries, values = block(x, queries, p, first_values)
             if first_values is None:
                 first_values = values
         return self.norm_f(queries)

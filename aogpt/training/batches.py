@@ -36,26 +36,14 @@ def make_batch(
     length = tokens.shape[1]
     if not config.objective.definition.for_encoders:
         orders, group = config.stage(step)
-        order = orders_at(
-            orders,
-            config.seed,
-            step,
-            batch_rows,
-            length,
-        )
+        order = orders_at(orders, config.seed, step, batch_rows, length)
         if roles is None:
             return Batch(tokens, order, group=group)
         order = roles.first_given(order)
         predicted = roles.predicted.gather(1, order)  # (B, T) in prediction order
         weight = predicted * (length / mean_predicted)
         prompt_lengths = roles.given.sum(dim=1)
-        return Batch(
-            tokens,
-            order,
-            weight,
-            prompt_lengths,
-            group,
-        )
+        return Batch(tokens, order, weight, prompt_lengths, group)
     masks = masks_at(
         config.objective,
         seed=config.seed,
@@ -115,12 +103,7 @@ def micro_batches(
         if data.of_records:
             roles, mean_predicted = roles_of(data, config, step, batch_rows)
         batch = make_batch(
-            tokens,
-            config,
-            step,
-            batch_rows,
-            roles=roles,
-            mean_predicted=mean_predicted,
+            tokens, config, step, batch_rows, roles=roles, mean_predicted=mean_predicted
         )
         if device.type == "cuda":
             batch = batch.map(torch.Tensor.pin_memory)

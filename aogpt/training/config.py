@@ -24,14 +24,7 @@ from ..orders import OrderConfig, OrderKind
 from ..runtime import validation
 from ..runtime.devices import pick_dtype
 from ..runtime.errors import UserError
-from ..runtime.validation import (
-    Amount,
-    BelowOne,
-    Count,
-    NonNegative,
-    Probability,
-    Seed,
-)
+from ..runtime.validation import Amount, BelowOne, Count, NonNegative, Probability, Seed
 from ..systems import check_config, system_of
 from .removed_keys import without_removed_keys
 from .warm_start import with_shape_of

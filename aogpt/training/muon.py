@@ -59,12 +59,7 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    update = self._momentum(
-                        p,
-                        p.grad,
-                        group["momentum"],
-                        finite,
-                    )
+                    update = self._momentum(p, p.grad, group["momentum"], finite)
                     weights.append((p, group))
                     updates.append(update)
         if not weights:
@@ -164,19 +159,8 @@ def newton_schulz(x: Tensor) -> Tensor:
     for _ in range(STEPS):
         gram = x @ x.mT
         # b gram + c gram gram
-        polynomial = torch.baddbmm(
-            gram,
-            gram,
-            gram,
-            beta=b,
-            alpha=c,
-        )
-        x = torch.baddbmm(
-            x,
-            polynomial,
-            x,
-            beta=a,
-        )
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
     return x.to(dtype)
 
 

@@ -18,11 +18,7 @@ MUON_MOMENTUM = 0.95  # decay of Muon's average gradient
 WSD_DECAY = 0.2  # share of the steps that decay
 
 
-def learning_rate(
-    step: int,
-    config: Config,
-    peak: float | None = None,
-) -> float:
+def learning_rate(step: int, config: Config, peak: float | None = None) -> float:
     """Return the learning rate at a step (from 0): linear warm-up to `peak` (optim.lr),
     then cosine or linear decay to peak * min_lr_ratio at the end of the run; wsd:
     constant until the last steps, then linear decay (Hu et al., arXiv 2404.06395)."""
@@ -75,12 +71,7 @@ def make_optimizers(model: Transformer, config: Config) -> list[torch.optim.Opti
         {"params": decayed, "weight_decay": o.weight_decay, "peak_lr": o.lr},
         {"params": undecayed, "weight_decay": 0.0, "peak_lr": o.lr},
     ]
-    adamw = torch.optim.AdamW(
-        groups,
-        lr=o.lr,
-        betas=(o.beta1, o.beta2),
-        fused=True,
-    )
+    adamw = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), fused=True)
     if o.kind == "adamw":
         return [adamw]
     muon = Muon(
@@ -136,11 +127,7 @@ class EMA:
         # The device alone knows which steps were skipped.
         device = next(model.parameters()).device
         dtype = torch.float64 if supports_float64(device) else torch.float32
-        self.updates = torch.zeros(
-            (),
-            dtype=dtype,
-            device=device,
-        )
+        self.updates = torch.zeros((), dtype=dtype, device=device)
 
     @torch.no_grad()
     def update(self, finite: Tensor | float = 1.0) -> None:

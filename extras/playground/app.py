@@ -81,26 +81,9 @@ def page(run: str):
                 allow_custom_value=any_path,
             )
         with gr.Row():
-            rule = gr.Dropdown(
-                rules,
-                value="confidence",
-                label="Order",
-                min_width=240,
-            )
-            temperature = gr.Slider(
-                0,
-                2,
-                0.7,
-                step=0.1,
-                label="Temperature",
-            )
-            top_p = gr.Slider(
-                0.05,
-                1,
-                0.9,
-                step=0.05,
-                label="Top-p",
-            )
+            rule = gr.Dropdown(rules, value="confidence", label="Order", min_width=240)
+            temperature = gr.Slider(0, 2, 0.7, step=0.1, label="Temperature")
+            top_p = gr.Slider(0.05, 1, 0.9, step=0.05, label="Top-p")
             seed = gr.Number(0, label="Seed", precision=0)
             compare = gr.Checkbox(label="Compare two orders")
         with gr.Row(visible=False) as row_beside:

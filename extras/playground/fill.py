@@ -113,13 +113,7 @@ class Fill:
     def _uniforms(self, seed: int, stream: int) -> list[float]:
         first = range(1)  # the first sample of sample.py
         width = len(self.context)
-        bits = philox_bits(
-            seed,
-            0,
-            rows=first,
-            width=width,
-            stream=stream,
-        )
+        bits = philox_bits(seed, 0, rows=first, width=width, stream=stream)
         uniforms = to_uniform(bits)
         return uniforms[0].tolist()
 
@@ -138,11 +132,7 @@ class Fill:
     def put(self, position: int, token: int) -> None:
         """Put a token into a blank."""
         log_probs = self.log_probs(position)
-        step = Filled(
-            position=position,
-            token=token,
-            log_prob=float(log_probs[token]),
-        )
+        step = Filled(position=position, token=token, log_prob=float(log_probs[token]))
         self.steps.append(step)
         self.tokens[position] = token
         self._log_probs = None
@@ -249,11 +239,7 @@ def shown(fill: Fill, token: int) -> str:
     return visible(token_text(fill.text.tokenizer, token))
 
 
-def blank_views(
-    fill: Fill,
-    positions: list[int],
-    selected: int | None,
-) -> list[dict]:
+def blank_views(fill: Fill, positions: list[int], selected: int | None) -> list[dict]:
     """Return the blanks of a run, with their likeliest tokens."""
     views = []
     for position in positions:

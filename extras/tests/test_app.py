@@ -175,12 +175,7 @@ def test_a_visitor_clicks_chooses_writes_and_takes_back(visit):
     assert visit("write", own="to").fill.tokens[1:3] == [*b"to"]
     assert [position for position, *_ in session.fill.steps] == [9, 6, 1, 2]
     assert visit("undo").fill.blanks == [2, 8, 10]
-    assert visit("undo").fill.blanks == [
-        1,
-        2,
-        8,
-        10,
-    ]
+    assert visit("undo").fill.blanks == [1, 2, 8, 10]
     visit("select", clicked=(10, -1))
     visit("run", rule="l2r")  # the outlined blank first, then by the rule
     assert visit("settings").selected is None

@@ -55,15 +55,7 @@ def stand_ins(tmp_path, monkeypatch):
 @pytest.mark.slow(reason="six processes of eval_ppl.py, a minute")
 @needs_gpt2
 def test_tables_are_made_of_released_files_and_go_on(stand_ins, script, tmp_path):
-    words = [
-        "--models",
-        "AO-GPT",
-        "sigma-GPT",
-        "SEDD",
-        "--datasets",
-        "ptb",
-        "lambada",
-    ]
+    words = ["--models", "AO-GPT", "sigma-GPT", "SEDD", "--datasets", "ptb", "lambada"]
     words += [
         "--max-sequences",
         4,

@@ -286,8 +286,7 @@ def test_the_table_of_the_audit_has_the_numbers_of_runs_that_find_the_path():
 
 
 @pytest.mark.parametrize(
-    ("title", "task"),
-    [("6x6 Sudoku", "sudoku6"), ("colouring", "colouring")],
+    ("title", "task"), [("6x6 Sudoku", "sudoku6"), ("colouring", "colouring")]
 )
 def test_the_shares_of_the_table_of_the_audit_are_among_those_of_the_rows(title, task):
     """Rows say which run was decoded, their keys hide how: so each share that is shown

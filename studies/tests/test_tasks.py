@@ -5,13 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import (
-    ALONE,
-    change,
-    read_lines,
-    stopping_at_the_second,
-    tiny_config,
-)
+from helpers import ALONE, change, read_lines, stopping_at_the_second, tiny_config
 from study_data import prepared_study
 
 import train
