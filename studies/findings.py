@@ -38,6 +38,7 @@ from studies.puzzles import TASKS
 from studies.runner import Recipes, Results, Runner, RunOptions
 from studies.runs import ROOT
 from studies.speedrun import speeds_in_turn
+from studies.systems_page import systems_page
 
 REPETITIONS = 7  # of each short run
 QUICK_DOCUMENTS = 200  # of a puzzle, with --quick
@@ -138,6 +139,7 @@ def write_pages() -> None:
                 write_figure(pages.RESULTS, experiment, recipes)
             write_page(experiment, recipes)
     write_text(pages.RESULTS / "README.md", pages.overview())
+    write_text(pages.RESULTS / "systems.md", systems_page())
     if "E21" in experiment_names():
         write_targets_page()
         write_front_figures()

@@ -40,6 +40,7 @@ from studies import (
 )
 from studies.experiment import RunConfig, load_experiment
 from studies.measures import unigram
+from studies.systems_page import inequalities, systems_page
 from studies.verdicts import (
     BORDERLINE,
     BORDERLINE_OPPOSITE,
@@ -170,6 +171,22 @@ def test_the_overviews_are_those_of_the_runs_that_are_shipped():
     assert (pages.RESULTS / "README.md").read_text() == pages.overview()
     text = pages.filled((experiments.CONFIGS / "targets.md").read_text())
     assert (pages.RESULTS / "targets.md").read_text() == text
+    assert (pages.RESULTS / "systems.md").read_text() == systems_page()
+
+
+def test_what_a_system_is_given_more_or_less_of_is_named():
+    experiment, recipes = pages.load_results("E21")
+    paper = inequalities(experiment, recipes, "chorales", "adaln_11")
+    wide = inequalities(experiment, recipes, "chorales", "adaln")
+    fixed = inequalities(experiment, recipes, "chorales", "fixed")
+    half = inequalities(experiment, recipes, "chorales", "mask_query_half")
+    tuned = inequalities(experiment, recipes, "chorales", "encoder")
+    untuned = inequalities(experiment, recipes, "sudoku", "encoder")
+    assert paper == tuned == []
+    assert wide == ["more adaLN than the paper's 6 to 8%"]
+    assert fixed == ["best value at the grid boundary"]
+    assert half == ["rates of the run with all tokens"]
+    assert untuned == ["loss not tuned (not tried: unweighted, weighted by n / k)"]
     for name, page in pages.FRONT.items():
         text = pages.filled((experiments.CONFIGS / name).read_text())
         assert (pages.RESULTS.parent / page).read_text() == text
