@@ -4,12 +4,14 @@
     pip download --no-deps molsets==0.3.1   # 52 MB: the data
     python -m studies.molecules prepare --wheel molsets-0.3.1-py3-none-any.whl
     python -m studies.molecules ruler --wheel molsets-0.3.1-py3-none-any.whl
+    python -m studies.molecules train                    # resumes, too
 
-`prepare` writes data/molecules: a molecule a block of 64 letters, with the benchmark's
+`prepare` writes data/molecules: a molecule a block of 58 letters, with the benchmark's
 test set as test.bin and 5,000 of its training molecules as val.bin; the scaffold test
 set lies in data/molecules_scaffolds. `ruler` measures training molecules like generated
 ones: its row must be the published one, except where that depends on how many are
-measured, which `sizes` shows."""
+measured, which `sizes` shows. `train` tunes and trains the systems of
+configs/molecules.toml."""
 
 import json
 import random
@@ -26,6 +28,7 @@ from aogpt.data.prepare import prepare as prepare_dataset
 from aogpt.runtime.command_line import run_script, show
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import write_json
+from studies import molecule_runs
 from studies.moses import (
     Moses,
     canonical,
@@ -39,7 +42,7 @@ from studies.moses import (
 
 # Of all three sets, the most frequent ones first.
 LETTERS = "cC()1O2nN=3F-Ssol[H]#4Br56"
-BLOCK_SIZE = 64  # the longest molecule has 57 letters, and end-of-text
+BLOCK_SIZE = 58  # the longest molecule has 57 letters, and its end
 VALIDATION = 5000  # molecules of the training set that no run trains on
 RULER = 30_000  # generated molecules of a published row
 RESULTS = Path("results/molecules")
@@ -158,6 +161,13 @@ def sizes(
     write_json(out, {"seed": seed, "rows": rows})
 
 
+def train(systems: tyro.conf.Positional[tuple[str, ...]] = ()) -> None:
+    """Tune and train the systems of configs/molecules.toml; finished runs stay.
+
+    systems: names of run configs there, in this order; by default all."""
+    molecule_runs.train(list(systems))
+
+
 def table(row: dict[str, float]) -> str:
     """Return the measured row below the published one of training molecules."""
     lines = [
@@ -175,7 +185,7 @@ def cells(values: Sequence[float]) -> str:
 
 def main() -> None:
     """Command line."""
-    commands = {"prepare": prepare, "ruler": ruler, "sizes": sizes}
+    commands = {"prepare": prepare, "ruler": ruler, "sizes": sizes, "train": train}
     tyro.extras.subcommand_cli_from_dict(
         commands, prog="python -m studies.molecules", description=__doc__
     )

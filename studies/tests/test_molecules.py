@@ -6,6 +6,7 @@ import io
 import json
 import zipfile
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,10 @@ import torch
 
 from aogpt.data.loader import TokenDataset
 from aogpt.data.tokenizers import get_tokenizer
+from aogpt.runtime.errors import UserError
+from aogpt.systems import build_model
 from studies import molecules
+from studies.molecule_runs import RECIPE, best_encoder, load_runs, systems_of, train
 from studies.moses import (
     Moses,
     canonical,
@@ -167,7 +171,7 @@ def test_the_molecules_become_records(benchmark, tmp_path):
     tokenizer = get_tokenizer(f"alphabet:{molecules.LETTERS}")
 
     def texts(folder, split):
-        records = TokenDataset(folder, split, 64)
+        records = TokenDataset(folder, split, molecules.BLOCK_SIZE)
         rows = records.blocks(range(records.num_blocks))
         return {
             tokenizer.decode(row.tolist()).split("<|endoftext|>")[0] for row in rows
@@ -206,3 +210,54 @@ def test_distances_by_the_number_of_molecules(tmp_path, capsys):
 def test_without_the_wheel_one_line_says_how_to_get_it(tmp_path):
     with pytest.raises(ValueError, match="pip download --no-deps molsets==0.3.1"):
         molecules.ruler(tmp_path / "none.whl")
+
+
+def test_the_systems_have_equal_parameters_and_letters():
+    """Within one percent, and each has its short run, on which it is tuned."""
+    experiment, claims = load_runs()
+    run_configs = experiment.recipes[RECIPE]
+    names = systems_of(experiment)
+    counts = []
+    for name in names:
+        rate = run_configs[name].untuned
+        config = experiment.config(RECIPE, run_configs[name], 300, rate)
+        short = experiment.config(RECIPE, run_configs[f"{name}_short"], 100, rate)
+        assert config.train.steps == 6170
+        assert short == replace(
+            config,
+            name=short.name,
+            seed=100,
+            train=replace(config.train, steps=440),
+            optim=replace(config.optim, warmup_steps=44),
+            eval=replace(config.eval, interval=440),
+        )
+        with torch.device("meta"):
+            model = build_model(config.model)
+        counts.append(sum(weight.numel() for weight in model.parameters()))
+    assert max(counts) < 1.01 * min(counts)
+    assert len(claims) == 3
+    for claim in claims:
+        for figure in (claim.lower, claim.higher):
+            assert figure.partition(":")[0] in names
+
+
+def test_an_unknown_system_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no system 'lstm'"):
+        train(["lstm"], tmp_path / "rows.jsonl")
+
+
+class Tuned:
+    """Stands for a runner whose tuning runs are done."""
+
+    def __init__(self, losses):
+        self.experiment, _ = load_runs()
+        self.losses = losses
+
+    def tune(self, recipe, run_configs):
+        (run_config,) = run_configs
+        return [({"optim.muon_lr": 0.02}, self.losses[run_config.name])]
+
+
+def test_the_encoder_has_the_loss_that_ended_lowest():
+    losses = {"encoder_short": 0.9, "encoder_ce_short": 0.8, "encoder_k_short": 0.85}
+    assert best_encoder(Tuned(losses)) == "encoder_ce"
