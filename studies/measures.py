@@ -68,6 +68,8 @@ def measured_by(command: list[str]) -> Measured:
     first = report["results"][0]
     if "exact_match" in first:
         return of_answers(report)
+    if "tokens_a_pass" in first:
+        return of_passes(report)
     return of_perplexity(report)
 
 
@@ -98,6 +100,18 @@ def of_answers(report: dict) -> Measured:
     figures = {}
     for row in report["results"]:
         figures[f"exact_{row['task']}"] = [row["exact_match"], row["standard_error"]]
+    return figures
+
+
+def of_passes(report: dict) -> Measured:
+    """Return the figures of a report of studies.passes: tokens_a_pass, and of a fixed
+    order tokens_a_pass_ORDER."""
+    figures = {}
+    for row in report["results"]:
+        name = "tokens_a_pass"
+        if order := re.search("order=([a-z0-9_]+)", row["mode"]):
+            name += f"_{order[1]}"
+        figures[name] = [row["tokens_a_pass"], row["standard_error"]]
     return figures
 
 

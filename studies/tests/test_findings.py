@@ -1417,3 +1417,14 @@ def test_after_an_interrupt_no_further_run_starts(tiny, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         runner.Runner(load_experiment("E7"), runner.Results(), jobs=2).train(50)
     assert 1 <= len(started) <= 3
+
+
+def test_passes_are_those_of_each_sample(tmp_path):
+    model = str(runs.ROOT / "results" / "books_model")
+    modes = ["--modes", "l2r", "speculative:order=l2r,draft=4"]
+    words = ["--samples", "2", "--length", "8"]
+    report = runs.report_of("studies.passes", model, *modes, *words)
+    assert report["results"][0]["tokens_a_pass"] == 1
+    figures = measures.of_passes(report)
+    assert list(figures) == ["tokens_a_pass", "tokens_a_pass_l2r"]
+    assert 0.5 <= figures["tokens_a_pass_l2r"][0] <= 4
