@@ -285,10 +285,7 @@ class Report:
             row.update(self.cost())
             row["settings"] = settings
             rows.append(row)
-        if self.count == 0:
-            self.session.outputs.write_jsonl(self.a.jsonl, rows)
-        else:
-            self.session.outputs.append_jsonl(self.a.jsonl, rows)
+        self.session.outputs.write_jsonl(self.a.jsonl, rows, append=self.count > 0)
 
     def settings(self) -> dict:
         """Return everything that the samples depend on."""

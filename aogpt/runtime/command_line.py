@@ -2,7 +2,6 @@
 printing."""
 
 import functools
-import gc
 import inspect
 import json
 import os
@@ -31,7 +30,7 @@ CONTROL = re.compile(
 LONGEST_MESSAGE = (
     2000  # characters of an error: an option, or a path in it, may be long
 )
-PEER_SECONDS = 3.0  # within which torchrun ends the processes beside one that has ended
+PEER_SECONDS = 10.0  # within which torchrun ends the processes beside one that has ended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,12 +163,8 @@ def interrupt(*_: object) -> None:
 
 def run_script(main: Callable[[], int | None]) -> None:
     """Run a script's main and exit, unless an option is given twice or is not UTF-8.
-    UserError, OSError and a lack of memory or processes print one line and exit with
-    status 2 (AOGPT_TRACEBACK=1 adds the traceback), Ctrl-C with status 130."""
-    if not gc.isenabled():  # see environment.py
-        gc.freeze()
-        gc.enable()
-    open_closed_streams()
+    UserError, OSError and a lack of memory print one line and exit with status 2
+    (AOGPT_TRACEBACK=1 adds the traceback), Ctrl-C with status 130."""
     # for characters that the terminal cannot show
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
@@ -190,12 +185,9 @@ def run_script(main: Callable[[], int | None]) -> None:
         if not isinstance(error, UserError | OSError):
             from .devices import out_of_memory  # imports torch, which takes seconds
 
-            if out_of_memory(error):
-                advice = "out of memory; use a smaller batch or fewer samples: "
-            elif "can't start new thread" in str(error):
-                advice = "too many processes; raise their limit (ulimit -u): "
-            else:
+            if not out_of_memory(error):
                 raise
+            advice = "out of memory; use a smaller batch or fewer samples: "
         if os.environ.get("AOGPT_TRACEBACK"):
             traceback.print_exc()
         if isinstance(error, OSError) and error.errno and error.filename is None:
@@ -224,21 +216,6 @@ def tell_torchrun(message: str, file: str) -> None:
     reason = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
     with open(file, "w") as stream:
         json.dump({"message": reason}, stream)
-
-
-def open_closed_streams() -> None:
-    """Send output to nowhere where the caller has closed it, as `2>&-` does: libraries
-    write to sys.stderr without a check, and the next file that is opened would get the
-    number 2 and the warnings of C code."""
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        if getattr(sys, name) is not None:
-            continue
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        try:
-            os.fstat(number)
-        except OSError:  # no other file has the number yet
-            os.dup2(nowhere, number)
-        setattr(sys, name, os.fdopen(nowhere, "w"))
 
 
 def _paths_with_home():

@@ -2,18 +2,9 @@
 are where the environment is not activated, or that one cannot be imported for a
 variable of the environment, and exits with status 2."""
 
-import gc
 import os
 import sys
 from importlib.util import find_spec
-from pathlib import Path
-
-SCRIPTS = ("train.py", "sample.py", "eval_ppl.py", "eval_gen.py", "convert.py")
-
-# Garbage collections during the imports of a script find nothing, and take a third of
-# the time of --help. `run_script` switches them on, for objects made from then on.
-if Path(sys.argv[0]).name in SCRIPTS:
-    gc.disable()
 
 problem = ""
 if find_spec("tyro") is None:  # which few have for another reason, unlike PyTorch

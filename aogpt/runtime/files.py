@@ -8,7 +8,6 @@ import json
 import os
 import secrets
 import shutil
-import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -26,7 +25,7 @@ def write_atomically(
 ) -> None:
     """Call write(file) on a temporary sibling, flush it and move it into place, or
     leave no trace. Raises FileExistsError for devices and FIFOs and, without `replace`,
-    for a file that is not empty, also for one that appears meanwhile."""
+    for a file that is not empty."""
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         raise FileExistsError(
@@ -37,48 +36,22 @@ def write_atomically(
     temporary = path.with_name(f".{path.name[:48]}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "xb") as file:
-            if path.exists():  # keep its permissions
-                os.chmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        if replace:
-            os.replace(temporary, path)
-        else:
-            _move_to_new(temporary, path)
+        if path.exists():
+            if path.stat().st_size and not replace:
+                raise FileExistsError(
+                    errno.EEXIST, "another process has written it meanwhile", str(path)
+                )
+            shutil.copymode(path, temporary)
+        os.replace(temporary, path)
         sync(path.parent)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:  # a full disk
             error.filename = str(path)
         raise
-
-
-def _move_to_new(temporary: Path, path: Path) -> None:
-    """Move a file to a path where there is none, or an empty one. Where several
-    processes do so at once, one succeeds and the others raise FileExistsError."""
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        _move_to_empty(temporary, path)
-    except OSError:  # a disk without hard links: claim the name, then replace the claim
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        os.replace(temporary, path)
-    temporary.unlink(missing_ok=True)
-
-
-def _move_to_empty(temporary: Path, path: Path) -> None:
-    """Replace an empty file under its lock, as other processes may do the same."""
-    import fcntl  # Windows does not have it
-
-    with open(path, "rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        locked = os.fstat(file.fileno())
-        if locked.st_size or not os.path.samestat(locked, os.stat(path)):
-            raise FileExistsError(
-                errno.EEXIST, "another process has written it meanwhile", str(path)
-            )
-        os.replace(temporary, path)
 
 
 def sync(path: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from .command_line import show, visible
 from .errors import UserError
@@ -63,10 +63,7 @@ class Outputs:
         self.failed: dict[Path, str] = {}
         self.overwrite = overwrite
         self.written: set[Path] = set()
-        sources = []
-        for name in inputs:
-            if name and os.path.exists(expand_home(name)):
-                sources.append(expand_home(name))
+        sources = [expand_home(name) for name in inputs if name]
         options: dict[str, str] = {}
         for option, path in files.items():
             if path is None:
@@ -91,28 +88,32 @@ class Outputs:
         return cls(files, inputs, overwrite)
 
     def write(
-        self, path: Path | None, content: str | bytes, part: bool = False
+        self,
+        path: Path | None,
+        content: str | bytes,
+        part: bool = False,
+        append: bool = False,
     ) -> None:
         """Write a result atomically (None: do nothing). Prints text that cannot be
         written. part: the whole follows and replaces it; a device or a pipe, which
-        keeps all that it gets, gets the whole alone.
+        keeps all that it gets, gets the whole alone. append: add to what was written.
 
         Without --overwrite the first write fails where another process has written the
         file since this one looked; later writes replace what this process wrote."""
         if path is None or (part and _is_device(path)):
             return
-        # A prompt in JSON can hold a lone surrogate.
         data = content
-        if isinstance(content, str):
+        if isinstance(content, str):  # a prompt in JSON can hold a lone surrogate
             data = content.encode(errors="backslashreplace")
         try:
-            if _is_device(path):
-                path.write_bytes(data)
+            if append or _is_device(path):
+                with open(path, "ab") as file:
+                    file.write(data)
             else:
                 replace = self.overwrite or path in self.written
                 write_atomically(path, lambda file: file.write(data), replace)
+                self.failed.pop(path, None)  # of an earlier part of the result
             self.written.add(path)
-            self.failed.pop(path, None)  # of an earlier part of the result
         except OSError as error:
             self.failed[path] = f"could not write {path}: {error}"
             if isinstance(content, str):
@@ -134,23 +135,15 @@ class Outputs:
         self.write(json and json.with_suffix(".md"), table, part)
 
     def write_jsonl(
-        self, path: Path | None, rows: Iterable[dict], part: bool = False
+        self,
+        path: Path | None,
+        rows: Iterable[dict],
+        part: bool = False,
+        append: bool = False,
     ) -> None:
         """Write a line of JSON for each row, as `write` does."""
-        self.write(path, "".join(to_json(row) + "\n" for row in rows), part)
-
-    def append_jsonl(self, path: Path, rows: Iterable[dict]) -> None:
-        """Add rows to a result that `write_jsonl` began. Prints rows that cannot be
-        written."""
         text = "".join(to_json(row) + "\n" for row in rows)
-        try:
-            if path in self.failed:
-                raise OSError(self.failed[path])
-            with open(path, "ab") as file:
-                file.write(text.encode())
-        except OSError as error:
-            self.failed.setdefault(path, f"could not write {path}: {error}")
-            show(text, end="", flush=True)
+        self.write(path, text, part, append)
 
     def __enter__(self) -> "Outputs":
         return self
@@ -161,73 +154,42 @@ class Outputs:
             raise OSError("; ".join(self.failed.values()))
 
 
+# Names of files of runs, checkpoints, exports and data sets: no result replaces one.
+PROTECTED = """
+best config.toml lock meta.* metrics.jsonl state.json
+*.bin *.pt *.pth *.safetensors *.safetensors.index.json
+*config.json merges.txt special_tokens_map.json tokenizer* vocab*
+""".split()
+
+
 def check_output(option: str, path: Path, sources: list[Path], overwrite: bool) -> None:
     """Raise UserError for a result file that cannot or must not be written. sources:
     the files that are read."""
-    words = [word.removeprefix(f"{option}=") for word in sys.argv]
-    is_named_as_folder = f"{path}/" in words or f"{path}{os.sep}" in words
-    if path.is_dir() or is_named_as_folder:
-        raise UserError(f"{option} {path} is a folder; name a file")
-    if not path.parent.is_dir():
+    is_named_as_folder = any(word.endswith(f"{path}/") for word in sys.argv)
+    writable = path if path.exists() else path.parent
+    if (
+        path.is_dir()
+        or is_named_as_folder
+        or not path.parent.is_dir()
+        or not os.access(writable, os.W_OK)
+    ):
         raise UserError(
-            f"{option} {path}: there is no folder {path.parent}; make it first"
+            f"{option} {path} cannot be written: name a file, in a folder that exists "
+            "and that you may write to"
         )
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    if not path.exists():
+        return
+    is_source = any(each.exists() and path.samefile(each) for each in sources)
+    names = (path.name, os.path.basename(os.path.realpath(path)))
+    if is_source or any(fnmatch(name, own) for name in names for own in PROTECTED):
         raise UserError(
-            f"{option} {path}: no permission to write it; name another file"
-        )
-    if path.exists() and any(path.samefile(source) for source in sources):
-        raise UserError(f"{option} {path} is an input; name another file")
-    if owner := owner_of(path):
-        raise UserError(
-            f"{option} {path} is a file of {owner}, which no result replaces; "
-            "name another file"
+            f"{option} {path} is an input, or a file of a run, a model or a data set, "
+            "which no result replaces; name another file"
         )
     if not overwrite and path.is_file() and path.stat().st_size:
         raise UserError(
             f"{option} {path} exists already; pass --overwrite to replace it"
         )
-
-
-class Protected(NamedTuple):
-    """A kind of folder whose own files no result replaces."""
-
-    kind: str
-    signs: tuple[str, ...]  # files or folders: a folder with one of them is of the kind
-    files: tuple[str, ...]  # patterns of its own files
-
-
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth")
-VOCABULARY = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json")
-PROTECTED = (
-    Protected("a checkpoint", ("state.json",), ("*",)),
-    Protected(
-        "a run",
-        ("checkpoints", "metrics.jsonl", "config.toml"),
-        ("config.toml", "metrics.jsonl", "best", "lock", *VOCABULARY),
-    ),
-    Protected(
-        "an exported model",
-        ("config.json",),
-        ("*config.json", "README.md", "*.py", "*.jinja", *WEIGHTS, *VOCABULARY),
-    ),
-    Protected(
-        "a data set",
-        ("meta.json", "train.bin"),
-        ("meta.json", "meta.pkl", "*.bin", *VOCABULARY),
-    ),
-)
-
-
-def owner_of(path: Path) -> str | None:
-    """Return, in words, the run, checkpoint, export or data set to which a path, or the
-    file that it links to, belongs; None where there is none."""
-    for place in (Path(os.path.abspath(path)), Path(os.path.realpath(path))):
-        for folder in PROTECTED:
-            is_of_kind = any((place.parent / sign).exists() for sign in folder.signs)
-            if is_of_kind and any(fnmatch(place.name, name) for name in folder.files):
-                return f"{folder.kind}, {place.parent}"
-    return None
 
 
 def _is_device(path: Path) -> bool:  # or a FIFO, as /dev/stdout may be
@@ -306,18 +268,12 @@ def markdown_table(head: list[str], rows: list[list[str]], left: int = 1) -> lis
     table = []
     for cells in [head, *rows]:
         table.append([escaped(cell).replace("|", r"\|") for cell in cells])
-    widths = []
-    for column in zip(*table, strict=True):
-        widths.append(max(3, max(len(cell) for cell in column)))
-    rule = []
-    for number, width in enumerate(widths):
-        rule.append("-" * width if number < left else "-" * (width - 1) + ":")
-    table.insert(1, rule)
+    widths = [max(3, *map(len, column)) for column in zip(*table, strict=True)]
+    rule = ["-" * width for width in widths[:left]]
+    rule += ["-" * (width - 1) + ":" for width in widths[left:]]
     lines = []
-    for cells in table:
-        padded = []
-        for number, cell in enumerate(cells):
-            width = widths[number]
-            padded.append(cell.ljust(width) if number < left else cell.rjust(width))
-        lines.append(f"| {' | '.join(padded)} |")
+    for cells in [table[0], rule, *table[1:]]:
+        padded = map(str.ljust, cells[:left], widths[:left])
+        aligned_right = map(str.rjust, cells[left:], widths[left:])
+        lines.append(f"| {' | '.join([*padded, *aligned_right])} |")
     return lines
