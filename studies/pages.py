@@ -501,7 +501,10 @@ def verdict_line(claim: dict) -> str:
     if claim["successes"]:
         test = " by Fisher's test"
     p = "" if claim["p"] is None else f", Holm's p{test} {claim['p_holm']:.2g}"
-    return f"{claim['says']}: {difference}{p}: **{claim['verdict']}**"
+    line = f"{claim['says']}: {difference}{p}: **{claim['verdict']}**"
+    if claim["no_verdict"]:
+        line += f", {claim['no_verdict']}"
+    return line
 
 
 def interval_of(recipes: Recipes) -> str:

@@ -31,6 +31,7 @@ BORDERLINE_OPPOSITE = "undecided (borderline, opposite)"
 PLATEAU = "undecided (unigram plateau)"
 UNFINISHED = "undecided (a run did not end)"
 UNMEASURED = "not measured"
+NO_VERDICT = "no verdict"
 # nats per token: a loss this close to the unigram entropy is on its plateau
 NOTHING = 0.1
 
@@ -59,6 +60,8 @@ class Claim:
     # recipes under which it gets a verdict
     primary: list[str] = field(default_factory=list)
     ranks: bool = False  # the verdict is from ranks, for data where some runs fail
+    # Why its verdict would say nothing, found after its runs; it still counts as a test.
+    no_verdict: str = ""
     # If given, the claim is that fewer runs of `lower` than of `higher` succeed, which
     # are those whose figure is at least this. Both sides are one term.
     success: float | None = None
@@ -139,7 +142,7 @@ def judged(claim: Claim, kind: str, entries: Entries) -> dict | None:
     """Return a claim with its difference, higher - lower; None if a run config is
     missing.
 
-    {"says", "margin", "unit", "ranks", "mean", "half_width", "p", "median", "p_rank",
+    {"says", "margin", "unit", "ranks", "no_verdict", "mean", "half_width", "p", "median", "p_rank",
     "seeds", "successes", "verdict"}: p values are of the difference plus the margin, p
     by Welch's test and p_rank by ranks; the verdict is only what stands in the way of
     one, or nothing. In a claim about successes the mean is a difference of shares, p is
@@ -154,6 +157,7 @@ def judged(claim: Claim, kind: str, entries: Entries) -> dict | None:
         "margin": claim.margin,
         "unit": unit,
         "ranks": claim.ranks,
+        "no_verdict": claim.no_verdict,
         "mean": None,
         "half_width": None,
         "p": None,
@@ -364,7 +368,9 @@ def with_verdicts(claims: list[dict], tests: int) -> None:
         p = (tests - rank) * p_of[number]
         adjusted = max(adjusted, min(1.0, p))
         claim["p_holm"] = adjusted
-        if not claim["verdict"]:
+        if claim["no_verdict"]:
+            claim["verdict"] = NO_VERDICT
+        elif not claim["verdict"]:
             claim["verdict"] = verdict_of(claim)
 
 

@@ -19,7 +19,7 @@ NUMBER = re.compile(
     re.X,
 )
 LINK = re.compile(r"\]\(([^)#:]+\.md)(?:#[^)]*)?\)")
-VERDICT = re.compile(r"\*\*(confirmed|opposite|undecided)\*\*", re.I)
+VERDICT = re.compile(r"\*\*(confirmed|opposite|undecided|no verdict)\*\*", re.I)
 CONTRARY = {"confirmed": "opposite", "opposite": "confirmed"}
 
 

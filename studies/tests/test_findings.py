@@ -151,7 +151,9 @@ def test_verdicts_are_those_that_an_independent_script_computes_from_the_rows(na
             assert claim["mean"] == pytest.approx(mean)
             assert claim["p_holm"] == pytest.approx(p)
             holds = (claim["median"] if claim["ranks"] else mean) + claim["margin"] > 0
-            if p >= 0.1:
+            if claim["no_verdict"]:
+                assert claim["verdict"] == verdicts.NO_VERDICT
+            elif p >= 0.1:
                 assert claim["verdict"].partition(" (")[0] == UNDECIDED
             elif p > 0.025:
                 assert claim["verdict"] == (
@@ -329,6 +331,7 @@ def test_primary_claims_share_the_error_of_an_experiment():
             "median": -mean,
             "p_rank": by_ranks,
             "ranks": by_ranks is not None,
+            "no_verdict": "",
             "verdict": verdict,
             "margin": margin,
         }
