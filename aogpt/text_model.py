@@ -271,14 +271,6 @@ class TextModel:
         check_value(orders, Count, "orders")
         texts = checked_texts(texts)
         self._warn_of_special(texts, but_end=True)
-        if predict is not None:
-            if order != "l2r" or end:
-                raise UserError(
-                    "predict has orders of its own: leave out order and end"
-                )
-            return self._joints(texts, predict, orders, seed)
-        if orders > 1:
-            raise UserError("orders are of predict; leave one of them out")
         for text in texts:
             brackets = BRACKETS.search(text)
             if brackets is not None:
@@ -287,6 +279,14 @@ class TextModel:
                     "alternatives",
                     stacklevel=2,
                 )
+        if predict is not None:
+            if order != "l2r" or end:
+                raise UserError(
+                    "predict has orders of its own: leave out order and end"
+                )
+            return self._joints(texts, predict, orders, seed)
+        if orders > 1:
+            raise UserError("orders are of predict; leave one of them out")
         return self._score(texts, order, seed, end)
 
     def _score(

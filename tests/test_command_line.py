@@ -285,9 +285,10 @@ def test_a_message_that_is_too_long_is_cut(script):
 
 
 def test_a_file_is_not_named_as_a_folder(mistake, run, tmp_path):
-    for words in (["--html", f"{tmp_path}/new/"], [f"--html={tmp_path}/new/"]):
+    new = f"{tmp_path}/new"
+    for words in (["--html", f"{new}/"], [f"--html={new}/"], ["--html", f"{new}/."]):
         message = mistake(sample, run, *words)
-        assert f"--html {tmp_path}/new cannot be written: name a file" in message
+        assert f"--html {new} cannot be written: name a file" in message
     assert not list(tmp_path.iterdir())
 
 

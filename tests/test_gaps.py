@@ -158,9 +158,11 @@ def test_text_that_is_perhaps_not_meant_so_gets_a_warning(books, monkeypatch, ca
     text = "The [cat|dog] ran."
     with pytest.warns(UserWarning, match="rank compares alternatives"):
         books.score([text])
+    with pytest.warns(UserWarning, match="rank compares alternatives"):
+        books.score([text], predict=[(0, 3)])
     with pytest.warns(UserWarning, match="leave the space out"):
         books.fill(["The [MASK] ran."])
-    with pytest.warns(UserWarning, match="1 time <|endoftext|> is read as ordinary"):
+    with pytest.warns(UserWarning, match=r"1 time <\|endoftext\|> is read"):
         books.fill(["<|endoftext|>The[MASK] ran."])
     monkeypatch.setattr("sys.argv", ["aogpt", "score", BOOKS, text])
     commands.main()

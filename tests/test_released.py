@@ -611,6 +611,36 @@ def test_an_export_of_every_layout_loads_back_the_same(gpt2, tmp_path, capsys, l
     assert f"wrote {tmp_path}/export" in out
 
 
+def test_tensors_that_are_views_of_one_storage_are_read_and_converted(
+    released, tmp_path
+):
+    contents, raw, _ = container()
+    state = contents["model"]
+    storage = torch.cat([tensor.flatten() for tensor in state.values()])
+    parts = storage.split([tensor.numel() for tensor in state.values()])
+    for (name, tensor), part in zip(list(state.items()), parts, strict=True):
+        state[name] = part.view_as(tensor)
+    state["lm_head.bias"] = torch.zeros(1).expand(VOCAB)
+    torch.save(contents, released)
+    with torch.no_grad():
+        raw.head.bias.zero_()
+    same_weights(load(released, "raw").model, raw)
+    convert(str(released), tmp_path / "export", weights="raw")
+    same_weights(load(tmp_path / "export").model, raw)
+
+
+def test_tensors_that_overlap_in_a_safetensors_file_are_refused(tmp_path):
+    path = write_diffusion(tmp_path, "RADD") / "model.safetensors"
+    contents = path.read_bytes()
+    size = int.from_bytes(contents[:8], "little")
+    header = json.loads(contents[8 : 8 + size])
+    first = header["blocks.0.attn_out.weight"]
+    header["blocks.1.attn_out.weight"]["data_offsets"] = first["data_offsets"]
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + contents[8 + size :])
+    refused(path, "invalid offset for tensor")
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Return a run folder with a checkpoint whose averaged and last weights differ."""

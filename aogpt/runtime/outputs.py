@@ -165,11 +165,17 @@ best config.toml lock meta.* metrics.jsonl state.json
 def check_output(option: str, path: Path, sources: list[Path], overwrite: bool) -> None:
     """Raise UserError for a result file that cannot or must not be written. sources:
     the files that are read."""
-    is_named_as_folder = any(word.endswith(f"{path}/") for word in sys.argv)
+    words = [word.removeprefix(f"{option}=") for word in sys.argv]
+    is_named_as_folder = any(
+        word.endswith(("/", "/.")) and expand_home(word) == path for word in words
+    )
+    # To open one waits for a reader, without end. Those of /dev are a shell's pipes.
+    is_named_pipe = path.is_fifo() and Path("/dev") not in path.absolute().parents
     writable = path if path.exists() else path.parent
     if (
         path.is_dir()
         or is_named_as_folder
+        or is_named_pipe
         or not path.parent.is_dir()
         or not os.access(writable, os.W_OK)
     ):
