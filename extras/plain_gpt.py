@@ -30,6 +30,7 @@ from aogpt.data.tokenizers import Tokenizer
 from aogpt.model import AOGPT
 from aogpt.runtime.command_line import run_script, show
 from aogpt.sampling.modes import DecodingOptions, generate_rows, plan_samples
+from aogpt.text_model import check_finite
 
 MASKS = re.compile(r"((?:\[MASK(?::\d+(?:-\d+)?)?\])+)")
 LENGTHS = re.compile(r"\[MASK(?::(\d+)(?:-(\d+))?)?\]")
@@ -55,6 +56,7 @@ class Filling:
     joint: float  # log p of the gaps and the known text after the first one, nats
     right: float  # the part of that which is the known text
     share: float  # of the joint probabilities of all fillings that were drawn
+    score: float  # by which they are ranked: `joint`, plus `right` if lengths differ
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ def fill(
         filled, log_weights = extended(
             model, rows, drawn, lengths, after, temperature, vocab_size
         )
+        check_finite(log_weights)
         if not log_weights.isfinite().any():
             raise aogpt.UserError("no continuation leads to the text after the gap")
         log_evidence += float(log_weights.logsumexp(dim=0)) - math.log(draws)
@@ -217,15 +220,22 @@ def token_scores(
 def ranked(rows: list[Row]) -> list[Filling]:
     """Return fillings, the best first."""
     joints = torch.tensor([row.log_gaps + row.log_right for row in rows]).double()
+    check_finite(joints)
     shares = joints.softmax(dim=0).tolist()
+    lengths_differ = len({row.lengths for row in rows}) > 1
     fillings = []
     for row, joint, share in zip(rows, joints.tolist(), shares, strict=True):
-        fillings.append(
-            Filling(row.tokens, row.lengths, joint, right=row.log_right, share=share)
+        score = joint + row.log_right if lengths_differ else joint
+        filling = Filling(
+            row.tokens,
+            row.lengths,
+            joint,
+            right=row.log_right,
+            share=share,
+            score=score,
         )
-    if len({row.lengths for row in rows}) == 1:
-        return sorted(fillings, key=lambda filling: -filling.joint)
-    return sorted(fillings, key=lambda filling: -(filling.joint + filling.right))
+        fillings.append(filling)
+    return sorted(fillings, key=lambda filling: -filling.score)
 
 
 def print_fillings(
@@ -243,10 +253,12 @@ def print_fillings(
         loaded.model, gapped, draws, temperature, seed, loaded.loaded.vocab_size
     )
     for filling in result.fillings[:candidates]:
-        show(f"{filling.share:6.1%}  {loaded.tokenizer.decode(filling.tokens)!r}")
+        text = loaded.tokenizer.decode(filling.tokens)
+        show(f"{filling.score:9.3f} {filling.share:6.1%}  {text!r}")
     show(
-        "share of the joint probability of the fillings that were drawn; effective "
-        f"sample size {result.effective_sample_size:.1f} of {draws}"
+        "ranked by log p (nats) of gaps and text after them, which counts twice where "
+        "lengths differ; share of the joint probability of the fillings that were "
+        f"drawn; effective sample size {result.effective_sample_size:.1f} of {draws}"
     )
 
 

@@ -60,7 +60,7 @@ class Claim:
     # recipes under which it gets a verdict
     primary: list[str] = field(default_factory=list)
     ranks: bool = False  # the verdict is from ranks, for data where some runs fail
-    # Why its verdict would say nothing, found after its runs; it still counts as a test.
+    # Why its verdict says nothing, seen after its runs; it still counts as a test.
     no_verdict: str = ""
     # If given, the claim is that fewer runs of `lower` than of `higher` succeed, which
     # are those whose figure is at least this. Both sides are one term.
@@ -142,11 +142,12 @@ def judged(claim: Claim, kind: str, entries: Entries) -> dict | None:
     """Return a claim with its difference, higher - lower; None if a run config is
     missing.
 
-    {"says", "margin", "unit", "ranks", "no_verdict", "mean", "half_width", "p", "median", "p_rank",
-    "seeds", "successes", "verdict"}: p values are of the difference plus the margin, p
-    by Welch's test and p_rank by ranks; the verdict is only what stands in the way of
-    one, or nothing. In a claim about successes the mean is a difference of shares, p is
-    Fisher's, and "successes" are those of higher and of lower."""
+    {"says", "margin", "unit", "ranks", "no_verdict", "mean", "half_width", "p",
+    "median", "p_rank", "seeds", "successes", "verdict"}: p values are of the difference
+    plus the margin, p by Welch's test and p_rank by ranks; the verdict is only what
+    stands in the way of one, or nothing. In a claim about successes the mean is a
+    difference of shares, p is Fisher's, and "successes" are those of higher and of
+    lower."""
     coefficients = coefficients_of(claim, kind)
     figures = figures_of(coefficients, entries)
     if figures is None:

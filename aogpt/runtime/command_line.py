@@ -30,7 +30,7 @@ CONTROL = re.compile(
 LONGEST_MESSAGE = (
     2000  # characters of an error: an option, or a path in it, may be long
 )
-PEER_SECONDS = 10.0  # within which torchrun ends the processes beside one that has ended
+PEER_SECONDS = 10.0  # in which torchrun ends the processes beside one that has ended
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Gaps that a plain GPT fills: extras/plain_gpt.py against enumeration."""
 
+import copy
 import itertools
 import math
 
@@ -10,6 +11,7 @@ import aogpt
 from aogpt.data.tokenizers import get_tokenizer
 from aogpt.model import AOGPT, ModelConfig
 from aogpt.scoring import token_log_probs
+from extras import plain_gpt
 from extras.plain_gpt import Gapped, fill, read
 
 GAPS = {
@@ -99,3 +101,26 @@ def test_masks_are_read_and_mistakes_are_told(model):
     for text in (Gapped([[], [1]], [range(1, 2)]), Gapped([[0], [1]], [range(1, 20)])):
         with pytest.raises(aogpt.UserError):
             fill(model, text)
+
+
+BOOKS = "results/books_model"
+
+
+def test_fillings_stand_in_the_order_of_the_number_that_is_printed(printed):
+    """One length by the exact joint; of several the text after the gap counts twice,
+    and the share is no order."""
+    for text in ("He took his[MASK:1] and ran.", "He took his[MASK:1-3] and ran."):
+        options = ["--draws", 16, "--candidates", 9]
+        *lines, _ = printed(plain_gpt, BOOKS, text, *options).splitlines()
+        scores = [float(line.split()[0]) for line in lines]
+        assert len(scores) > 2
+        assert scores == sorted(scores, reverse=True)
+
+
+def test_a_nan_is_no_ranking(model):
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.wte.weight[2] = math.nan
+    gapped = Gapped([[0], [1, 2, 0]], [range(1, 3)])
+    with pytest.raises(aogpt.UserError, match="not finite"):
+        fill(broken, gapped, draws=4, vocab_size=3)
