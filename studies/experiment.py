@@ -105,8 +105,11 @@ class Experiment:
     source: str = ""  # what the paper and others say
     setting: str = ""
     caveats: str = ""
-    # in the table of all: theme, found, says (elsewhere), limit (of its verdicts)
+    # in the table of all: theme, found, limit (of its verdicts)
     row: dict[str, str] = field(default_factory=dict)
+    # By recipe, where recipes ask different questions: the texts above of a page of its
+    # own.
+    parts: dict[str, dict] = field(default_factory=dict)
     # the loss or figure that is compared; training: under training orders
     kind: str = "training"
     claims: list[Claim] = field(default_factory=list)

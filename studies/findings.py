@@ -95,13 +95,11 @@ def run(experiment: Experiment, a: Arguments) -> None:
     )
     recipes = pages.reported(experiment, runner.train(seeds))
     show("\n".join(pages.details_of(experiment, recipes)))
-    folder = pages.RESULTS
-    if not complete:
-        folder = experiments.OUT / ("quick" if a.quick else "part")
-    if experiment.figure_on_page or not complete:
-        write_figure(folder, experiment, recipes)
     if complete:
-        write_page(experiment, recipes)
+        write_pages_of(experiment, recipes)
+        return
+    folder = experiments.OUT / ("quick" if a.quick else "part")
+    write_figure(folder, pages.Page(name, experiment, recipes))
 
 
 def measure_speeds(experiment: Experiment) -> None:
@@ -134,10 +132,7 @@ def write_pages() -> None:
     """Write the pages of all experiments that have results."""
     for name in experiment_names():
         if pages.has_results(name):
-            experiment, recipes = pages.load_results(name)
-            if experiment.figure_on_page:
-                write_figure(pages.RESULTS, experiment, recipes)
-            write_page(experiment, recipes)
+            write_pages_of(*pages.load_results(name))
     write_text(pages.RESULTS / "README.md", pages.overview())
     write_text(pages.RESULTS / "systems.md", systems_page())
     if "E21" in experiment_names():
@@ -163,15 +158,20 @@ def write_front_figures() -> None:
         write_image(pages.RESULTS.parent / name, make())
 
 
-def write_page(experiment: Experiment, recipes: Recipes) -> None:
-    file = pages.RESULTS / f"{experiment.name}.md"
-    write_text(file, "\n".join(pages.page_of(experiment, recipes)))
-    show(f"wrote {file}")
+def write_pages_of(experiment: Experiment, recipes: Recipes) -> None:
+    """Write the pages of an experiment, with their figures."""
+    claims = pages.judgements(experiment, recipes)
+    for page in pages.pages_of(experiment, recipes):
+        if experiment.figure_on_page:
+            write_figure(pages.RESULTS, page)
+        file = pages.RESULTS / f"{page.name}.md"
+        write_text(file, "\n".join(pages.page_of(page, claims)))
+        show(f"wrote {file}")
 
 
-def write_figure(folder: Path, experiment: Experiment, recipes: Recipes) -> None:
-    file = folder / f"{experiment.name}.png"
-    write_image(file, figure(experiment, recipes))
+def write_figure(folder: Path, page: pages.Page) -> None:
+    file = folder / f"{page.name}.png"
+    write_image(file, figure(page.experiment, page.recipes))
     show(f"wrote {file}")
 
 

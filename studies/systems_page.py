@@ -35,13 +35,14 @@ def systems_page() -> str:
         if not pages.has_results(name):
             lines += [f"## {name}", "", "Not run yet.", ""]
             continue
-        experiment, recipes = pages.load_results(name)
-        lines += [f"## [{name}]({name}.md). {experiment.title}", ""]
-        for recipe in recipes:
-            lines += [f"*{pages.title_of(recipe)}*, {tuning_of(experiment)}.", ""]
-            lines += [*table(experiment, recipes, recipe), ""]
-        if missing := pages.not_run(experiment, recipes):
-            lines += [f"Not run yet: {'; '.join(missing)}.", ""]
+        for page in pages.pages_of(*pages.load_results(name)):
+            experiment = page.experiment
+            lines += [f"## [{name}]({page.name}.md). {experiment.title}", ""]
+            for recipe in page.recipes:
+                lines += [f"*{pages.title_of(recipe)}*, {tuning_of(experiment)}.", ""]
+                lines += [*table(experiment, page.recipes, recipe), ""]
+            if missing := pages.not_run(experiment, page.recipes):
+                lines += [f"Not run yet: {'; '.join(missing)}.", ""]
     text = (CONFIGS / "systems.md").read_text()
     return text.replace("TABLES", "\n".join(lines).strip())
 

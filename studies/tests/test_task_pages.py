@@ -185,7 +185,7 @@ def test_the_table_of_the_audit_has_the_numbers_of_the_page_of_tasks(title, task
 @pytest.mark.parametrize(
     "experiment, recipe, row, names",
     [
-        ("E21", "chorales", "chorales", ["adaln_rotary", "adaln", "rotary"]),
+        ("E21", "chorales", "loss on [chorales]", ["adaln_rotary", "adaln", "rotary"]),
         ("E22", "fast", "bytes of books", ["rotary", "adaln_rotary", "adaln"]),
     ],
 )
