@@ -34,7 +34,6 @@ NAMES = "C C# D D# E F F# G G# A A# B".split()  # of the pitches of an octave
 CROP = 32  # sixteenths
 HOP = 16  # from the start of a crop of training to that of the next
 SHIFTS = tuple(range(-5, 7))  # transpositions of training, semitones
-LEFT_OUT = "sixteenths at the end of a chorale fill no crop and are left out"
 InRange = Interval(ge=LOWEST, le=HIGHEST)
 Pitch = Literal[-1] | Annotated[int, InRange]  # -1: a rest
 Chorale = list[tuple[Pitch, Pitch, Pitch, Pitch]]
@@ -67,9 +66,6 @@ class ChoralesDataset(Dataset):
             key = "valid" if split == "val" else split
             for file in files():
                 for chorale in file.get(key, ()):
-                    last = len(chorale) - CROP
-                    rest = last % hop if last >= 0 else len(chorale)
-                    request.reading.counts[LEFT_OUT] += rest
                     for crop in crops_of(np.array(chorale), hop, shifts):
                         yield example(crop, self.predict)
 
@@ -80,7 +76,7 @@ class ChoralesDataset(Dataset):
             facts = {"crop": CROP, "a crop every": hop, "transpositions": list(shifts)}
             documents = crops(split, hop, shifts)
             description = [facts, *whole.description]
-            corpora[split] = Corpus(documents, description, reading=request.reading)
+            corpora[split] = Corpus(documents, description)
         return corpora
 
 

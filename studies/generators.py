@@ -46,7 +46,7 @@ class Made(Dataset):
             facts = dict(self.origin)
             facts["seed"] = seed
             facts["documents"] = count
-            corpora[split] = Corpus(documents, [facts], reading=request.reading)
+            corpora[split] = Corpus(documents, [facts])
         return corpora
 
 
@@ -80,7 +80,7 @@ class Shuffled(Dataset):
             facts = {"shuffled": SHUFFLED, "seed": seed}
             chunks = shuffled_chunks(corpus, seed)
             description = [facts, *corpus.description]
-            corpora[split] = Corpus(chunks, description, reading=corpus.reading)
+            corpora[split] = Corpus(chunks, description)
         return corpora
 
 

@@ -386,22 +386,19 @@ def write_vocabulary(path, change=lambda lines: lines):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    "change",
     [
-        (lambda lines: [*lines, "QQ== 258"], "line 259: this token is in it twice"),
-        (lambda lines: [*lines, "IHRoZQ== 257"], "ids must be 0, 1, ... each once"),
-        (lambda lines: [*lines, "IHRoZQ== 259"], "ids must be 0, 1, ... each once"),
-        (lambda lines: ["A*== 0", *lines[1:]], "line 1: not the base64 of a token"),
-        (lambda lines: ["AA== x", *lines[1:]], "line 1: not the base64 of a token"),
-        (
-            lambda lines: ["IHRoZQ== 0", *lines[1:]],
-            "each of the 256 bytes must be a token",
-        ),
-        (lambda lines: [], "at least 256"),
+        lambda lines: [*lines, "QQ== 258"],  # a token twice
+        lambda lines: [*lines, "IHRoZQ== 257"],  # an id twice
+        lambda lines: [*lines, "IHRoZQ== 259"],  # without 258
+        lambda lines: ["A*== 0", *lines[1:]],  # no base64
+        lambda lines: ["AA== x", *lines[1:]],  # no id
+        lambda lines: ["IHRoZQ== 0", *lines[1:]],  # without a byte
+        lambda lines: [],
     ],
 )
-def test_a_damaged_vocabulary_is_refused_in_a_line(tmp_path, change, says):
-    with pytest.raises(UserError, match=says):
+def test_a_damaged_vocabulary_is_refused_in_a_line(tmp_path, change):
+    with pytest.raises(UserError, match="v.tiktoken is not a vocabulary: "):
         get_tokenizer(str(write_vocabulary(tmp_path / "v.tiktoken", change)))
 
 
@@ -437,10 +434,7 @@ def test_a_vocabulary_is_known_by_its_sha256(tmp_path):
     ):
         assert other_tokenizer(recorded, record)
     missing = tmp_path / "none.tiktoken"
-    with pytest.raises(UserError, match="none.tiktoken is missing or empty: give"):
-        get_tokenizer(str(missing))
-    missing.touch()
-    with pytest.raises(UserError, match="none.tiktoken is missing or empty: give"):
+    with pytest.raises(UserError, match="none.tiktoken is missing: copy it back"):
         get_tokenizer(str(missing))
 
 
@@ -476,7 +470,7 @@ def test_a_vocabulary_of_ones_own_goes_from_the_data_to_the_run_and_its_export(
 
     (tmp_path / "export" / "tokenizer.tiktoken").unlink()
     with pytest.raises(
-        UserError, match="export.*tokenizer.tiktoken.* missing .* copy it back"
+        UserError, match="export.*tokenizer.tiktoken is missing: copy it back"
     ):
         loaded.get_tokenizer()
 

@@ -12,7 +12,6 @@ from test_docs import COMMANDS, SCRIPTS, cases_of, script_of
 from test_docs import parse as parse  # a fixture
 
 from aogpt.data import catalogue
-from aogpt.data.prepare import next_command
 
 SOURCES = [
     path
@@ -33,7 +32,7 @@ FIELDS = {  # what a message may have in the place of a variable
     "tokenizer": "bytes",
     "folder": "data/own",
     "place": "data/own",
-    "file": "configs/quickstart.toml",
+    "config": "configs/quickstart.toml",
     "options": '--mode l2r --prompt "..." --until-end',
     "needs": "",
     "kills": "10",
@@ -122,25 +121,3 @@ def test_the_data_of_each_config_can_be_made_as_the_message_says(
     check(tuple(words), parse)
     prepared_folder = words[-1] if "--out" in words else f"data/{words[-1]}"
     assert prepared_folder == folder
-
-
-@pytest.mark.parametrize("name", ["stories", "text", "openwebtext"])
-@pytest.mark.parametrize("tokenizer", ["english", "bytes", "gpt2"])
-@pytest.mark.parametrize("protocol", ["full", "records"])
-def test_the_command_after_data_parses(name, tokenizer, protocol, parse, monkeypatch):
-    """What prepare.py prints at the end."""
-    monkeypatch.chdir(ROOT)
-    sizes = {"english": 2048, "bytes": 257, "gpt2": 50257}
-    meta = {
-        "name": "my own",
-        "tokenizer": tokenizer,
-        "protocol": protocol,
-        "vocab_size": sizes[tokenizer],
-        "block_size": 64 if protocol == "records" else None,
-        "splits": {"train": {"tokens": 5000}, "val": {"tokens": 500}},
-    }
-    line = next_command(ROOT / "data" / "my own", meta, catalogue.DATASETS[name])
-    assert line.startswith("next: python train.py ")
-    config = parse("train.py", shlex.split(line)[3:])
-    assert config.model.vocab_size >= sizes[tokenizer]
-    assert config.data.folder == str(ROOT / "data" / "my own")

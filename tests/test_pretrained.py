@@ -377,16 +377,6 @@ def test_two_tensors_of_one_name_are_refused(llama, tmp_path):
         load(tmp_path)
 
 
-def test_a_tokenizer_that_begins_with_an_id_past_the_table_is_refused(llama, tmp_path):
-    shutil.copytree(llama[1], tmp_path, dirs_exist_ok=True)
-    values = json.loads((tmp_path / "tokenizer.json").read_text())
-    special = values["post_processor"]["special_tokens"]["<|begin_of_text|>"]
-    special["ids"] = [100_000]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
-    with pytest.raises(CheckpointError, match="begins a text with id 100000"):
-        load(tmp_path)
-
-
 def test_a_sliding_window_bounds_the_block(tmp_path):
     """Up to the window its attention sees all, as ours does."""
     write_model(tmp_path, "Mistral")
@@ -539,7 +529,7 @@ def test_a_tokenizer_cuts_and_pads_nothing_and_is_told_if_it_has_no_end(tmp_path
     library_tokenizer.save(str(path))
     assert len(get_tokenizer(str(path)).encode("the quick brown fox")) > 3
     assert len(get_tokenizer(str(path)).encode("a")) == 1
-    for text, words in (("{", "not a tokenizer.json"), (None, "there is no")):
+    for text, words in (("{", "not a tokenizer.json"), (None, "is missing")):
         path.write_text(text) if text else path.unlink()
         with pytest.raises(ValueError, match=words):
             get_tokenizer(str(path))
@@ -587,8 +577,8 @@ def test_a_decoder_is_trained_scored_and_sampled(llama, tmp_path, monkeypatch, c
     tokenizer = folder / "tokenizer.json"
     words = ["text", "--source", text, "--out", data, "--tokenizer", tokenizer]
     said = run_main(prepare, monkeypatch, capsys, *words)
-    hint = f"configs/smollm2.toml --name data --data.folder {data} --train.init-from"
-    assert f"next: python train.py {hint} {folder}" in said
+    hint = f"configs/smollm2.toml --name data --data.folder {data}"
+    assert f"next: python train.py {hint}" in said
     words = ["configs/aogpt_llama.toml", "--data.folder", data, "--out", tmp_path]
     words += ["--train.init-from", folder, "--train.steps", 2]
     words += "--train.batch-size 4 --optim.warmup-steps 0 --optim.lr 0.0".split()

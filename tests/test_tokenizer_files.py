@@ -109,7 +109,6 @@ END = {"<|endoftext|>": 256, "<|im_end|>": 257, "<s>": 258}
         ({"config": {"eos_token_id": [257, 256]}}, "<|im_end|>"),
         ({"config": {"eos_token_id": [99_999, 257]}}, "<|im_end|>"),
         ({"generation_config": {"eos_token_id": [257]}}, "<|im_end|>"),
-        ({"special_tokens_map": {"eos_token": "<|im_end|>"}}, "<|im_end|>"),
         ({"config": {"eos_token_id": 99_999}}, "<|endoftext|>"),  # no such id
         (
             {
@@ -155,20 +154,16 @@ def test_what_a_tokenizer_writes_around_a_text_begins_and_ends_it(
 
 
 @pytest.mark.parametrize(
-    ("template", "token", "words"),
-    [
-        ("<s> $A", "<s>", "begins a text with id 100000, which is not in its vocab"),
-        ("$A <|im_end|>", "<|im_end|>", "ends a text with id 100000, which is not"),
-    ],
+    ("template", "token"), [("<s> $A", "<s>"), ("$A <|im_end|>", "<|im_end|>")]
 )
 def test_a_tokenizer_that_writes_ids_past_its_vocabulary_is_refused(
-    tmp_path, template, token, words
+    tmp_path, template, token
 ):
     path = saved(around(of_bytes(), template), tmp_path)
     values = json.loads(path.read_text())
     values["post_processor"]["special_tokens"][token]["ids"] = [100_000]
     path.write_text(json.dumps(values))
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match="writes id 100000 around a text, which is not"):
         get_tokenizer(str(path))
 
 
@@ -182,13 +177,10 @@ def test_an_id_that_would_take_much_memory_is_refused(tmp_path, largest):
     assert get_tokenizer(str(path)).vocab_size == 60_001
     values["model"]["vocab"]["!"] = largest
     path.write_text(json.dumps(values))
-    with pytest.raises(UserError, match=f"a token with the id {largest}: at most"):
+    with pytest.raises(UserError, match=f"has {largest + 1:,} ids"):
         get_tokenizer(str(path))
-
-
-def test_a_tokenizer_without_tokens_is_refused(tmp_path):
     path = saved(tokenizers.Tokenizer(tokenizers.models.BPE()), tmp_path)
-    with pytest.raises(UserError, match="tokenizer.json has no tokens"):
+    with pytest.raises(UserError, match="has 0 ids"):
         get_tokenizer(str(path))
 
 
@@ -207,7 +199,7 @@ def test_the_user_names_the_end_and_prepare_prints_both(tmp_path, capsys):
     prepare = partial(prepared, "text", tokenizer=str(path), split="train")
     out = prepare(tmp_path / "o", source)
     said = capsys.readouterr().out
-    words = "<|endoftext|> (id 256) ends a document, that the model reads after <s>"
+    words = "<|endoftext|> (id 256) ends a document; the model reads it after <s>"
     assert words in said
     with pytest.raises(UserError, match="made with another end token"):
         prepare(out, source, end_token="<|im_end|>")
@@ -218,9 +210,9 @@ def test_the_user_names_the_end_and_prepare_prints_both(tmp_path, capsys):
     assert get_tokenizer("tokenizer.json", folder=out).eot == 257
     prepare(out, source, end_token="<|im_end|>")
     assert "nothing to do" in capsys.readouterr().out
-    with pytest.raises(UserError, match="--end-token '<eos>' is not a token of"):
+    with pytest.raises(UserError, match="--end-token <eos>: name a token of"):
         prepare(tmp_path / "q", source, end_token="<eos>")
-    with pytest.raises(UserError, match="--end-token is for a tokenizer.json"):
+    with pytest.raises(UserError, match="text takes no --end-token"):
         prepared("text", tmp_path / "q", source, end_token="x")
 
 
@@ -287,20 +279,6 @@ def test_the_end_of_text_of_a_run_without_its_tokenizer_is_unknown(two_ends, tmp
     open_eval_set(open_split(second, None), load(config.run_folder))
 
 
-def test_the_next_command_carries_the_folder_of_the_model(tmp_path, capsys):
-    path = saved(of_bytes(), tmp_path / "my model", config={"eos_token_id": 257})
-    source = write_jsonl(tmp_path / "a.jsonl", ["some text " * 200] * 40)
-    out = tmp_path / "o"
-    command = f"python train.py configs/smollm2.toml --name o --data.folder {out}"
-    for _ in range(2):  # also where there is nothing to do
-        prepared("text", out, source, tokenizer=str(path))
-        said = capsys.readouterr().out
-        assert f"{command} --train.init-from '{path.parent}'\n" in said
-    (path.parent / "config.json").unlink()
-    prepared("text", out, source, tokenizer=str(path), end_token="<|im_end|>")
-    assert f"{command} --train.init-from FOLDER\n" in capsys.readouterr().out
-
-
 TEXTS = ["", "a", "the cat. ", "  two spaces", "naïve 🤖", "\n\nlines\n", "a\ud800b"]
 
 
@@ -357,8 +335,7 @@ def test_a_tokenizer_that_loses_text_is_told_and_its_bytes_are_the_texts(
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     out = prepared("text", tmp_path / "o", source, tokenizer=str(path), split="train")
     said = capsys.readouterr().out
-    assert "note: 12 of 20 documents do not come back from their tokens" in said
-    assert "'the cat.' -> 'thecat.'" in said
+    assert "note: the tokenizer loses text" in said
     entry = load_meta(out)["splits"]["train"]
     assert entry["text_bytes"] == sum(map(text_bytes, texts)) == 112
     # Without spaces and without "é".
@@ -366,25 +343,9 @@ def test_a_tokenizer_that_loses_text_is_told_and_its_bytes_are_the_texts(
     # A tokenizer that keeps all of it has nothing to tell.
     path = saved(of_words(), tmp_path / "good")
     out = prepared("text", tmp_path / "p", source, tokenizer=str(path), split="train")
-    assert "come back" not in capsys.readouterr().out
+    assert "loses text" not in capsys.readouterr().out
     entry = load_meta(out)["splits"]["train"]
     assert entry["text_bytes"] == entry["token_bytes"] == 112
-
-
-def test_text_of_the_same_length_that_changes_is_noticed(tmp_path, capsys):
-    tokenizer = of_bytes()
-    tokenizer.normalizer = tokenizers.normalizers.Lowercase()
-    path = saved(tokenizer, tmp_path / "model")
-    source = write_jsonl(tmp_path / "a.jsonl", ["THE cat", "the cat"])
-    prepared("text", tmp_path / "o", source, tokenizer=str(path), split="train")
-    said = capsys.readouterr().out
-    assert "1 of 2 documents do not come back" in said
-    assert "'THE cat' -> 'the cat'" in said
-    # However late.
-    texts = ["the cat"] * 200 + ["THE cat"] * 5
-    source = write_jsonl(tmp_path / "b.jsonl", texts)
-    prepared("text", tmp_path / "p", source, tokenizer=str(path), split="train")
-    assert "5 of 205 documents do not come back" in capsys.readouterr().out
 
 
 def write_gpt2(folder):

@@ -66,42 +66,29 @@ class Dataset:
     split: str | None = None  # of an evaluation set, by default
     block_size: int | None = None  # of examples that all have one length
     field: str = "text"  # of a row, with the text
-    # the run config that trains on it, by default by tokenizer
-    config: str | None = None
+    config: str | None = None  # of a run on it; by default by tokenizer
 
     def corpora(self, request: Request) -> dict[str, Corpus]:
         """Return the documents of each split, not read yet."""
         reading = request.reading
         first = request.split or "train"
-        paths = request.source or self.shipped
-        if paths:
-            files = {first: paths}
-            if request.val:
-                files["val"] = request.val
-            if request.test:
-                files["test"] = request.test
-            sources.check_splits_differ(files)
-            corpora = {
-                split: local_files(paths, self.readers, reading)
-                for split, paths in files.items()
-            }
+        corpora = {}
+        if paths := request.source or self.shipped:
+            files = ((first, paths), ("val", request.val), ("test", request.test))
+            for split, paths in files:
+                if paths:
+                    corpora[split] = local_files(paths, self.readers, reading)
         elif self.url:
             url = self.url.format("valid" if first == "val" else first)
-            corpora = {
-                first: sources.downloaded_file(request.name, url, self.readers, reading)
-            }
+            corpora[first] = sources.downloaded_file(
+                request.name, url, self.readers, reading
+            )
         else:
             split = "validation" if first == "val" else first
             repository, config = self.hub or (request.repository, request.config)
-            corpora = {
-                first: sources.hub_rows(
-                    name=request.name,
-                    repository=repository,
-                    config=config,
-                    split=split,
-                    reading=reading,
-                )
-            }
+            corpora[first] = sources.hub_rows(
+                request.name, repository, config, split, reading
+            )
         if self.divide:
             splits = (request.split,) if request.split else self.splits
             corpora = self.divide(corpora[first], splits)
@@ -149,10 +136,7 @@ def text8_splits(corpus: Corpus, splits: tuple[str, ...]) -> dict[str, Corpus]:
         start, end = {"train": (0, 90), "val": (90, 95), "test": (95, 100)}[split]
         yield text()[start * len(text()) // 100 : end * len(text()) // 100]
 
-    return {
-        split: Corpus(part(split), corpus.description, reading=corpus.reading)
-        for split in splits
-    }
+    return {split: Corpus(part(split), corpus.description) for split in splits}
 
 
 DATASETS: dict[str, Dataset] = {
@@ -173,7 +157,7 @@ DATASETS: dict[str, Dataset] = {
         hub=("Skylion007/openwebtext", None),
         readers=ROW_FILES,
         val_fraction=0.0005,
-        config="aogpt_small",
+        config="configs/aogpt_small.toml",
     ),
     "fineweb_edu": Dataset(
         source="optional",
@@ -267,17 +251,13 @@ def command_for(name: str) -> str:
     """Return the command that makes the dataset of this name or folder, by its last
     part: NAME, or NAME_TOKENIZER, as stories_bytes."""
     last = Path(name).name
-    is_usual = name in (last, f"data/{last}")
-    out = ""
-    if not is_usual:
-        out = f" --out {name}"
-    if last in DATASETS:
-        needs = ""
-        if DATASETS[last].source == "always":
-            needs = " --source FILE ..."
-        return f"python data/prepare.py {last}{needs}{out}"
-    start, _, tokenizer = last.rpartition("_")
+    if name in DATASETS or name == f"data/{last}" and last in DATASETS:
+        return f"python data/prepare.py {last}"
     folder = name if "/" in name else f"data/{name}"
-    if start in DATASETS and tokenizer in TOKENIZERS:
-        return f"python data/prepare.py {start} --tokenizer {tokenizer} --out {folder}"
-    return f"python data/prepare.py text --source FILE ... --out {folder}"
+    start, _, tokenizer = last.rpartition("_")
+    words = "text --source FILE ..."
+    if last in DATASETS:
+        words = last
+    elif start in DATASETS and tokenizer in TOKENIZERS:
+        words = f"{start} --tokenizer {tokenizer}"
+    return f"python data/prepare.py {words} --out {folder}"

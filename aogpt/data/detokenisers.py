@@ -84,9 +84,9 @@ RULES = {
 }
 
 
-def detokenise(name: str, text: str) -> str:
-    """Return `text` after the rules of this name, in order."""
-    for pattern, replacement in RULES[name]:
+def detokenise(name: str | None, text: str) -> str:
+    """Return `text` after the rules of this name, in order; None: as it is."""
+    for pattern, replacement in RULES[name] if name else ():
         if isinstance(pattern, str):
             text = text.replace(pattern, replacement)
         else:

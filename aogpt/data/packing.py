@@ -16,7 +16,6 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
@@ -25,17 +24,16 @@ import numpy as np
 from ..runtime.errors import UserError
 from ..runtime.files import sha256_file
 from ..runtime.randomness import SPLIT, philox_bits
-from .detokenisers import detokenise
+from .loader import token_dtype
+from .prompts import PADDING, without_marks
 from .sources import Corpus
-from .tokenizers import Tokenizer, text_bytes, without_lone_surrogates
+from .tokenizers import HUB, Tokenizer, text_bytes
 
 # the protocol sedd
 SHARDS = 8
 GROUP_ROWS = 1000
 BATCH = 1 << 24  # characters that are encoded at once, on several threads
 WHITE_SPACE = b" \t\r\n"  # in which copies of a document may differ
-CHECKED_BYTES = 1 << 24  # of text, decoded again to see whether a tokenizer loses text
-SHOWN = 40  # characters of a text in a note
 # Where a single document may be divided: at the last line end or word end in this part
 # of the validation share before its beginning.
 NEAR = 0.1
@@ -124,16 +122,6 @@ def encode_documents(
             yield np.append(ids, end), None
 
 
-def detokenised(
-    documents: Iterable[tuple[str, str]], rules: str | None
-) -> Iterator[tuple[str, str]]:
-    """Yield (split, document) after the rules of `detokenise`; None: as they are."""
-    for split, text in documents:
-        if rules:
-            text = detokenise(rules, text)
-        yield split, text
-
-
 def batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
     """Yield the documents in lists of about BATCH characters."""
     batch = []
@@ -149,62 +137,29 @@ def batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, st
         yield batch
 
 
-@dataclass
-class RoundTrip:
-    """Counts of the documents whose text does not come back from their tokens."""
-
-    tokenizer: Tokenizer
-    documents: int = 0
-    changed: int = 0  # documents that have other bytes, or decode to another text
-    decoded: int = 0  # bytes of text that were decoded again
-    example: str = ""  # the first change, for a note
-
-    def add(self, text: str, ids: np.ndarray) -> tuple[int, int]:
-        """Count a text and its ids (n,), also with end-of-text after them. Returns the
-        bytes of the text, and those that the ids stand for."""
-        is_end = ids[::-1] == self.tokenizer.eot
-        ends = int(is_end.cumprod().sum())
-        ids = ids[: len(ids) - ends]
-        size = text_bytes(text)
-        of_tokens = int(self.tokenizer.count_bytes(ids).sum())
-        self.documents += 1
-        is_changed = size != of_tokens
-        is_checked = self.decoded <= CHECKED_BYTES
-        if is_checked or (is_changed and not self.example):
-            self.decoded += size
-            decoded = self.tokenizer.decode(ids)
-            text = without_lone_surrogates(text)
-            is_changed |= decoded != text
-            if decoded != text and not self.example:
-                self.example = _first_difference(text, decoded)
-        self.changed += is_changed
-        return size, of_tokens
-
-
-def _first_difference(text: str, decoded: str) -> str:
-    """Return both texts around their first difference, for a note."""
-    place = len(os.path.commonprefix([text, decoded]))
-    start = max(0, place - 8)
-    part = slice(start, start + SHOWN)
-    return f"{text[part]!r} -> {decoded[part]!r}"
-
-
 class SplitFile:
     """The token file of a split as it is written."""
 
     def __init__(
-        self, path: Path, protocol: str, block_size: int | None, dtype: np.dtype
+        self,
+        path: Path,
+        protocol: str,
+        block_size: int | None,
+        tokenizer: Tokenizer,
+        records_end: bool = False,
     ):
         self.path = path
         self.protocol = protocol
         self.block_size = block_size
-        self.dtype = dtype
+        self.tokenizer = tokenizer
+        self.records_end = records_end  # whether end-of-text follows each record
+        self.dtype = token_dtype(tokenizer.dtype)
         self.tokens = 0
         self.ends = array("q")  # the place after each document
         # a hash of each document's text without white space, unless nothing is left
         self.hashes = array("Q")
         # Of the text, and of what the ids stand for, where a tokenizer.json may lose
-        # some of it (prepare.py adds them up).
+        # some of it. The other tokenizers lose nothing.
         self.text_bytes = 0
         self.token_bytes = 0
         self.has_roles = False  # whether a token is not predicted
@@ -220,15 +175,22 @@ class SplitFile:
         """Add a document."""
         ids = ids.astype(self.dtype, copy=False)
         self._file.write(ids.data)
-        if self._roles_file:
+        if roles is not None:
             self._roles_file.write(roles.data)
             self.has_roles |= bool(roles.any())
+            if self.records_end:
+                # From the roles: end-of-text can also stand inside a record.
+                self.lengths[int((roles != PADDING).sum()) - 1] += 1
         self.tokens += ids.size
         self.ends.append(self.tokens)
         data = text.encode("utf-8", "surrogatepass").translate(None, WHITE_SPACE)
         if data:
             digest = hashlib.blake2b(data, digest_size=8).digest()
             self.hashes.append(int.from_bytes(digest, "little"))
+        if self.tokenizer.name == HUB:
+            plain = text if roles is None else without_marks(text)
+            self.text_bytes += text_bytes(plain)
+            self.token_bytes += int(self.tokenizer.count_bytes(ids).sum())
 
     def close(self) -> dict:
         """Complete the file. Returns its entry for meta.json. Raises UserError if the

@@ -17,12 +17,12 @@ import os
 import shlex
 import signal
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import tyro
 from annotated_types import Interval
 from tqdm import tqdm
@@ -30,29 +30,23 @@ from tqdm import tqdm
 from ..runtime.command_line import counted, interrupt, show, with_help
 from ..runtime.errors import UserError
 from ..runtime.files import clear_leftovers, staging, write_json
-from ..runtime.paths import DATA, PROJECT
-from ..runtime.validation import (
-    Count,
-    check_value,
-    check_values,
-    expand_home,
-    read_toml,
-)
+from ..runtime.paths import DATA
+from ..runtime.validation import Count, check_value, check_values, flag
 from . import packing, tokenizers
 from .catalogue import DATASETS, SPLITS, Dataset, Request
-from .loader import load_meta, read_tokens, token_dtype
-from .packing import RoundTrip, SplitFile
-from .prompts import PADDING, Examples, encode_example, without_marks
-from .sources import LEFT_OUT, Corpus, Reading, source_files
-from .tokenizers import HUB, Tokenizer, get_tokenizer, other_tokenizer
+from .detokenisers import detokenise
+from .loader import load_meta, read_tokens
+from .packing import SplitFile
+from .prompts import Examples, encode_example
+from .sources import Corpus, Reading, source_files
+from .tokenizers import HUB, HubTokenizer, Tokenizer, get_tokenizer, other_tokenizer
 
 # What a folder may hold that --overwrite replaces.
 FILES = {"meta.json", tokenizers.OWN, tokenizers.HUB, tokenizers.HUB_SETTINGS}
 FILES.update(f"{split}.bin" for split in SPLITS)
 FILES.update(f"{split}.roles.bin" for split in SPLITS)
+CONFIGS = {"gpt2": "configs/own_text.toml", HUB: "configs/smollm2.toml"}
 DEFAULT_BLOCK_SIZE = 1024  # that of the published perplexities
-ENOUGH = 100_000  # tokens of text to train on: below that a note
-FAR = 2  # times the share of tokens that --val-fraction means, or a part of it: a note
 ValFraction = Annotated[float, Interval(ge=1e-9, le=0.5)]
 BlockSize = Annotated[int, Interval(ge=1, le=2**22)]
 EVALUATION = ", ".join(
@@ -92,7 +86,7 @@ class Prepare:
     .jsonl, .json (a list), .parquet: a document a row;
     text: also .txt and .md files, one document each;
     wikitext: also .txt .tokens .raw, ptb: .txt, lm1b: .txt, news.en.*; a row a line.
-    All can end in .gz, .xz or .zst, too."""
+    All but .parquet can end in .gz or .xz, too."""
     val: _option(tuple[Path, ...], "FILE ...", "a share of the documents") = ()
     """text, records: files of the validation split."""
     test: _option(tuple[Path, ...], "FILE ...", "no test split") = ()
@@ -161,11 +155,6 @@ def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:
     """Prepare a dataset, unless its folder holds it already. Returns the folder. Errors
     leave it as it was."""
     check_values(args)
-    if Path(args.name).is_file():
-        raise UserError(
-            f"{args.name} is a file: python data/prepare.py text --source "
-            f"{shlex.quote(args.name)} --out data/own"
-        )
     check_value(args.name, Literal[tuple(datasets)], "the dataset")
     dataset = datasets[args.name]
     target = output_folder(args)
@@ -184,7 +173,7 @@ def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:
     corpora = dataset.corpora(
         Request(
             args.name,
-            reading(field=args.field, prompt_field=args.prompt_field),
+            reading(args.field, args.prompt_field),
             source=args.source,
             val=args.val,
             test=args.test,
@@ -193,33 +182,30 @@ def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:
             config=args.config,
         )
     )
-    shown = args.out or Path(os.path.relpath(target))
-    meta = metadata(
-        name=target.name,
-        args=args,
-        tokenizer=tokenizer,
-        dataset=dataset,
-        corpora=corpora,
-    )
+    meta = metadata(target.name, args, tokenizer, dataset, corpora)
     if is_finished(target, meta, args.overwrite):
-        show(
-            f"{target} holds this dataset already: nothing to do (--overwrite makes it "
-            "again)"
+        show(f"{target} holds this dataset already: nothing to do")
+        meta = load_meta(target)
+    else:
+        with staging(target) as folder:
+            # Token files without a meta.json would pass for finished ones.
+            (folder / "meta.json").touch()
+            tokenizer.keep(folder)
+            files = write_splits(folder, args, tokenizer, dataset, corpora)
+            meta.update(complete(files, corpora))
+            write_json(folder / "meta.json", meta)
+            # Raises for files that another process has written there meanwhile.
+            is_finished(target, meta, args.overwrite)
+        report(target, meta, tokenizer)
+    place = shlex.quote(str(args.out or os.path.relpath(target)))
+    if meta["protocol"] == "sedd" or "train" not in meta["splits"]:
+        show(f"next: python eval_ppl.py RUN --datasets {place}")
+    else:
+        config = dataset.config or CONFIGS.get(
+            tokenizer.name, "configs/quickstart.toml"
         )
-        show(next_command(shown, load_meta(target), dataset, args.tokenizer))
-        return target
-    with staging(target) as folder:
-        # Token files without a meta.json would pass for nanoGPT's.
-        (folder / "meta.json").touch()
-        tokenizer.keep(folder)
-        written = Writer(folder, args, tokenizer, dataset)
-        written.write(corpora)
-        meta.update(written.close(corpora))
-        write_json(folder / "meta.json", meta)
-        # Raises for files that another process has written there meanwhile.
-        is_finished(target, meta, args.overwrite)
-    report(shown, meta, tokenizer, written.notes)
-    show(next_command(shown, meta, dataset, args.tokenizer))
+        name = shlex.quote(target.name)
+        show(f"next: python train.py {config} --name {name} --data.folder {place}")
     return target
 
 
@@ -229,12 +215,12 @@ def output_folder(args: Prepare) -> Path:
     try:
         target = (args.out or DATA / name).resolve()
         str(target).encode()
-    except UnicodeEncodeError:
-        raise UserError(f"--out {args.out}: give a name in UTF-8") from None
-    except (RuntimeError, OSError):  # of Python 3.11 to 3.12, and from 3.13 on
-        raise UserError(f"--out {args.out}: a link in it leads to itself") from None
-    if target.is_symlink():  # from 3.13 on a loop resolves to a link
-        raise UserError(f"--out {args.out}: a link in it leads to itself")
+    # A link that leads to itself is the first until Python 3.12, then the second.
+    except (RuntimeError, OSError, UnicodeEncodeError):
+        raise UserError(
+            f"--out {args.out}: give a name in UTF-8, without a link that leads to "
+            "itself"
+        ) from None
     return target
 
 
@@ -265,76 +251,42 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
     """Raise UserError for options that do not fit the dataset or each other."""
     name = args.name
     size = dataset.block_size
-    source = dataset.source
-    other = size and args.tokenizer not in (None, dataset.tokenizer)
-    examples = dataset.protocol == "records"
-    full = (args.protocol or dataset.protocol) == "full"
-    files = args.val or args.test
-    share = args.val_fraction is not None
-    drawn = dataset.val_fraction is not None  # the validation split
-    of_hub = name == "hub"
-    of_file = (args.tokenizer or "").endswith(".json")
-    mistakes = [
-        (
-            args.source and source == "never",
-            f"{name} takes no --source; use text --source FILE",
-        ),
-        (
-            not args.source and source == "always",
-            f"{name} needs files: --source FILE ...",
-        ),
-        (
-            args.split and source == "never" and not drawn,
-            f"{name} has splits of its own",
-        ),
-        (
-            share and not drawn,
-            f"{name} has splits of its own: leave out --val-fraction",
-        ),
-        (
-            of_hub and not args.repository,
-            "hub needs a repository: prepare.py hub OWNER/NAME",
-        ),
-        (
-            args.repository and not of_hub,
-            f"{name} takes no repository; leave out {args.repository!r} "
-            "(one data set a command)",
-        ),
-        (args.config and not of_hub, f"{name} takes no --config; leave it out"),
-        (
-            args.alphabet and (args.tokenizer or size),
-            "--alphabet replaces --tokenizer: leave one of them out",
-        ),
-        (files and source != "always", f"{name} takes no --val or --test files"),
-        (
-            args.split and (files or share),
-            "--split is of all documents: leave out other splits",
-        ),
-        (args.val and share, "give --val or --val-fraction, not both"),
-        (
-            examples and args.protocol,
-            f"{name}: a record has its own block; leave out --protocol",
-        ),
-        (args.skip_long and not examples, "--skip-long is for records; leave it out"),
-        (
-            args.prompt_field and not examples,
-            "--prompt-field is for records; leave it out",
-        ),
-        (examples and not (args.block_size or size), f"{name} needs --block-size N"),
-        (
-            size and args.block_size not in (None, size),
-            f"records of {name} have {size} tokens",
-        ),
-        (other, f"{name} is {dataset.tokenizer}: leave out --tokenizer"),
-        (full and args.block_size, "--block-size is for --protocol sedd; leave it out"),
-        (
-            args.end_token is not None and not of_file,
-            "--end-token is for a tokenizer.json; leave it out",
-        ),
-    ]
-    for is_mistake, message in mistakes:
-        if is_mistake:
-            raise UserError(message)
+    of_files = dataset.source == "always"
+    of_examples = dataset.protocol == "records"
+    has_share = dataset.val_fraction is not None
+    is_packed = (args.protocol or dataset.protocol) != "full"
+    takes = {
+        "source": dataset.source != "never",
+        "val": of_files,
+        "test": of_files,
+        "split": dataset.source != "never" or has_share,
+        "val_fraction": has_share,
+        "repository": name == "hub",
+        "config": name == "hub",
+        "prompt_field": of_examples,
+        "skip_long": of_examples,
+        "protocol": not of_examples,
+        "block_size": is_packed and size in (None, args.block_size),
+        "tokenizer": size is None or args.tokenizer == dataset.tokenizer,
+        "alphabet": size is None and args.tokenizer is None,
+        "end_token": (args.tokenizer or "").endswith(".json"),
+    }
+    for option, fits in takes.items():
+        if getattr(args, option) and not fits:
+            raise UserError(
+                f"{name} takes no {flag(option)} here; leave it out, or see --help"
+            )
+    needs = {
+        "--source FILE ...": of_files and not args.source,
+        "a repository, OWNER/NAME": name == "hub" and not args.repository,
+        "--block-size N": of_examples and not (args.block_size or size),
+    }
+    for words, is_missing in needs.items():
+        if is_missing:
+            raise UserError(f"{name} needs {words}")
+    ways = [args.split, args.val_fraction, args.val]
+    if sum(map(bool, ways)) > 1 or (args.split and args.test):
+        raise UserError("give one of --split, --val-fraction and --val, not several")
     if args.split:
         check_value(args.split, Literal[dataset.splits], f"--split of {name}")
 
@@ -361,10 +313,7 @@ def metadata(
     }
     sources = []
     for split, corpus in corpora.items():
-        for part in corpus.description:
-            source = {"split": split}
-            source.update(part)
-            sources.append(source)
+        sources += [{"split": split, **part} for part in corpus.description]
     return {
         "format": 2 if args.protocol == "records" else 1,
         "name": name,
@@ -382,170 +331,87 @@ def metadata(
     }
 
 
-class Writer:
-    """A writer of the token files of all splits into a folder. After `close`, `notes`
-    holds notes for the user."""
-
-    def __init__(
-        self, folder: Path, args: Prepare, tokenizer: Tokenizer, dataset: Dataset
-    ):
-        self.folder = folder
-        self.args = args
-        self.tokenizer = tokenizer
-        self.dataset = dataset
-        self.files: dict[str, SplitFile] = {}
-        self.long: list[tuple[int, str]] = []  # records that are: tokens and place
-        # The other tokenizers lose nothing: the bytes of a text are among their ids.
-        self.round_trip = RoundTrip(tokenizer) if tokenizer.name == HUB else None
-        # Records of one length, which the dataset knows, need no end.
-        self.records_end = args.protocol == "records" and dataset.block_size is None
-        self.special: Counter[str] = Counter()  # tokens that are plain text in texts
-        self.notes: list[str] = []
-
-    def write(self, corpora: dict[str, Corpus]) -> None:
-        """Read and write all documents. Raises UserError if none is left."""
-        args = self.args
-        of_examples = args.protocol == "records"
-        documents = packing.detokenised(
-            packing.route(corpora, args.val_fraction, args.limit, whole=of_examples),
-            self.dataset.detokeniser,
+def write_splits(
+    folder: Path,
+    args: Prepare,
+    tokenizer: Tokenizer,
+    dataset: Dataset,
+    corpora: dict[str, Corpus],
+) -> dict[str, SplitFile]:
+    """Read all documents and write their tokens. Returns the files by split. Raises
+    UserError for a split without a document, and for records that are too long."""
+    of_examples = args.protocol == "records"
+    # Records of one length, which the dataset knows, need no end.
+    records_end = of_examples and dataset.block_size is None
+    encode: Any = partial(packing.encode_documents, tokenizer)
+    if of_examples:
+        encode = partial(
+            map, partial(encode_example, tokenizer, args.block_size, records_end)
         )
-        # None: a bar in a terminal only
-        with tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:
-            for batch in packing.batches(documents):
-                texts = [text for _, text in batch]
-                encoded = self.encode(texts)
-                for (split, text), (ids, roles) in zip(batch, encoded, strict=True):
-                    if of_examples and ids.size > args.block_size:
-                        self.long.append((ids.size, text.place))
-                        continue
-                    self.add(split, text, ids, roles)
-                    bar.update(ids.size)
-        if self.long and not args.skip_long:
-            places = ", ".join(place for _, place in self.long[:3])
-            if len(self.long) > 3:
-                places += ", ..."
-            long_records = counted(
-                len(self.long),
-                f"records are longer than a block of {args.block_size} tokens",
-            )
-            raise UserError(
-                f"{long_records} ({places}; the longest has {max(self.long)[0]} "
-                "tokens): give a larger --block-size, or --skip-long"
-            )
-        if not self.files:
-            raise UserError(f"no document of {args.name} is left: give more text")
-
-    def encode(
-        self, texts: list[str]
-    ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-        """Yield the ids of each text, and the roles of those of an example."""
-        self.special += self.tokenizer.count_special(texts)
-        if self.args.protocol != "records":
-            yield from packing.encode_documents(self.tokenizer, texts)
-            return
-        for text in texts:
-            yield encode_example(
-                self.tokenizer, self.args.block_size, end=self.records_end, example=text
-            )
-
-    def add(
-        self, split: str, text: str, ids: np.ndarray, roles: np.ndarray | None
-    ) -> None:
-        """Write a document, and count the text that its tokens lose."""
-        if split not in self.files:
-            self.files[split] = SplitFile(
-                self.folder / f"{split}.bin",
-                self.args.protocol,
-                self.args.block_size,
-                token_dtype(self.tokenizer.dtype),
-            )
-        file = self.files[split]
-        file.write(text, ids, roles)
-        if self.records_end:
-            # From the roles: end-of-text can also stand inside a record.
-            file.lengths[int((roles != PADDING).sum()) - 1] += 1
-        if self.round_trip:
-            plain = text
-            if roles is not None:
-                plain = without_marks(text)
-            size, of_tokens = self.round_trip.add(plain, ids)
-            file.text_bytes += size
-            file.token_bytes += of_tokens
-
-    def close(self, corpora: dict[str, Corpus]) -> dict:
-        """Complete the files. Returns the splits and notes for meta.json."""
-        files = {split: self.files[split] for split in SPLITS if split in self.files}
-        entries = {split: file.close() for split, file in files.items()}
-        notes = []
-        for split, corpus in corpora.items():
-            rows = entries.get(split, {}).get("documents", 0)
-            if corpus.published not in (None, rows):
-                notes.append(
-                    f"{rows:,} rows, where the published {split} split has "
-                    f"{corpus.published:,}"
-                )
-        self.notes += self.notes_on_splits(files, entries)
-        self.notes += self.notes_on_reading(next(iter(corpora.values())).reading)
-        return {"splits": entries, "notes": notes}
-
-    def notes_on_splits(
-        self, files: dict[str, SplitFile], entries: dict[str, dict]
-    ) -> list[str]:
-        """Return notes on the splits: on odd sizes, and on rows that two of them
-        have."""
-        notes = []
-        fraction = self.args.val_fraction
-        if fraction and {"train", "val"} <= entries.keys():
-            count = entries["val"]["tokens"]
-            share = count / (count + entries["train"]["tokens"])
-            if not fraction / FAR <= share <= fraction * FAR:
-                notes.append(
-                    f"val has {share:.1%} of the tokens, where --val-fraction is "
-                    f"{fraction:.1%} of the documents, which differ in length"
-                )
-        tokens = entries.get("train", {}).get("tokens", ENOUGH)
-        if tokens < ENOUGH and self.args.protocol == "full":
-            notes.append(
-                f"{counted(tokens, 'tokens')} to train on are few; a model that writes "
-                f"words needs about {ENOUGH:,}"
-            )
-        for first, second in (("train", "val"), ("train", "test"), ("val", "test")):
-            if {first, second} <= files.keys():
-                shared = packing.shared_rows(files[first], files[second])
-                if shared:
-                    total = entries[second]["documents"]
-                    effect = "a model can know them by heart"
-                    if first == "val":
-                        effect = "what is chosen by val is chosen by them"
-                    notes.append(
-                        f"{shared:,} of {counted(total, f'documents of {second}')} "
-                        f"are in {first}, too: {effect}"
+    files: dict[str, SplitFile] = {}
+    too_long = []  # tokens of records
+    special: Counter[str] = Counter()  # tokens that are plain text in texts
+    documents = packing.route(corpora, args.val_fraction, args.limit, whole=of_examples)
+    # None: a bar in a terminal only
+    with tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:
+        for batch in packing.batches(documents):
+            texts = [detokenise(dataset.detokeniser, text) for _, text in batch]
+            special += tokenizer.count_special(texts)
+            encoded = zip(batch, texts, encode(texts), strict=True)
+            for (split, _), text, (ids, roles) in encoded:
+                if of_examples and ids.size > args.block_size:
+                    too_long.append(ids.size)
+                    continue
+                if split not in files:
+                    files[split] = SplitFile(
+                        folder / f"{split}.bin",
+                        args.protocol,
+                        args.block_size,
+                        tokenizer,
+                        records_end,
                     )
-        return notes
+                files[split].write(text, ids, roles)
+                bar.update(ids.size)
+    if too_long:
+        count = counted(len(too_long), "records")
+        long_records = f"{count} longer than a block of {args.block_size} tokens"
+        if not args.skip_long:
+            raise UserError(
+                f"{long_records}, the longest has {max(too_long)}: give a larger "
+                "--block-size, or --skip-long"
+            )
+        show(f"note: {long_records} skipped")
+    for split in corpora:
+        if split not in files:
+            raise UserError(f"{split} of {args.name} has no document: give more text")
+    for note in tokenizers.notes_on_special(special):
+        show(f"note: {note}")
+    return files
 
-    def notes_on_reading(self, reading: Reading) -> list[str]:
-        """Return notes on what was noticed while documents were read and encoded."""
-        notes = []
-        if not self.dataset.shipped:  # the project's own files have more fields
-            for name, count in reading.left_out.items():
-                notes.append(counted(count, LEFT_OUT.format(name)))
-        for message, count in reading.counts.items():
-            if count > 0:
-                notes.append(counted(count, message))
-        notes += tokenizers.notes_on_special(self.special)
-        if self.long:
+
+def complete(files: dict[str, SplitFile], corpora: dict[str, Corpus]) -> dict:
+    """Complete the files. Returns the splits and notes for meta.json."""
+    files = {split: files[split] for split in SPLITS if split in files}
+    entries = {split: file.close() for split, file in files.items()}
+    notes = []
+    for split, corpus in corpora.items():
+        rows = entries[split]["documents"]
+        if corpus.published not in (None, rows):
             notes.append(
-                counted(len(self.long), "records longer than a block are skipped")
+                f"{rows:,} rows, where the published {split} split has "
+                f"{corpus.published:,}"
             )
-        trip = self.round_trip
-        if trip and trip.changed:
-            notes.append(
-                f"{trip.changed:,} of {trip.documents:,} documents do "
-                f"not come back from their tokens unchanged ({trip.example}): the "
-                "tokenizer loses text; bits per byte are of the bytes of the text"
-            )
-        return notes
+    for first, second in (("train", "val"), ("train", "test"), ("val", "test")):
+        if {first, second} <= files.keys():
+            shared = packing.shared_rows(files[first], files[second])
+            if shared:
+                total = counted(entries[second]["documents"], f"documents of {second}")
+                show(f"note: {shared:,} of {total} are in {first}, too")
+    if any(file.text_bytes != file.token_bytes for file in files.values()):
+        show(
+            "note: the tokenizer loses text; bits per byte are of the bytes of the text"
+        )
+    return {"splits": entries, "notes": notes}
 
 
 def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
@@ -561,28 +427,22 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
         )
     if overwrite or not names:
         return False
-    old_meta = load_meta(target)
-    for split in old_meta["splits"]:
+    before = load_meta(target)
+    for split in before["splits"]:
         read_tokens(target, split, verify=True)
-    before = old_meta.get("settings", {})
-    settings = meta["settings"]
-    changed = []
-    for key in settings | before:
-        old = before.get(key)
-        new = settings.get(key)
-        # An older folder lacks newer keys, and has those of removed options.
-        is_off = not old and not new
-        is_known = key in before and key in settings
-        if old != new and (is_known or not is_off):
-            changed.append(key)
-    if old_meta.get("source") != meta["source"]:
+    old = before.get("settings", {})
+    new = meta["settings"]
+    # An older folder lacks newer keys, and has those of removed options.
+    changed = [
+        key
+        for key in {**new, **old}
+        if key != "tokenizer" and (old.get(key) or None) != (new.get(key) or None)
+    ]
+    if before.get("source") != meta["source"]:
         changed.append("source")
-    other = other_tokenizer(old_meta, meta)
-    if not other:  # the name of a vocabulary does not matter
-        changed = [key for key in changed if key != "tokenizer"]
-    if other and not changed:
+    if other_tokenizer(before, meta):
         changed.append("vocabulary")
-    if old_meta["eot"] != meta["eot"] and not changed:
+    if before["eot"] != meta["eot"]:
         changed.append("end token")
     if changed:
         raise UserError(
@@ -592,8 +452,8 @@ def is_finished(target: Path, meta: dict, overwrite: bool) -> bool:
     return True
 
 
-def report(folder: Path, meta: dict, tokenizer: Tokenizer, notes: list[str]) -> None:
-    """Print the sizes of the splits, and notes. folder: as the user typed it."""
+def report(folder: Path, meta: dict, tokenizer: Tokenizer) -> None:
+    """Print the sizes of the splits, and notes."""
     for split, entry in meta["splits"].items():
         tokens = counted(entry["tokens"], "tokens")
         documents = counted(entry["documents"], "documents")
@@ -601,59 +461,14 @@ def report(folder: Path, meta: dict, tokenizer: Tokenizer, notes: list[str]) -> 
             f"{split}: {tokens} of {documents}, {entry['dropped_tokens']:,} tokens "
             "dropped"
         )
-    blocks = ""
-    if meta["block_size"]:
-        blocks = f", blocks of {meta['block_size']} tokens"
     show(
-        f"in {folder}; tokenizer {meta['tokenizer']}, protocol "
-        f"{meta['protocol']}{blocks}"
+        f"in {folder}; tokenizer {meta['tokenizer']}, protocol {meta['protocol']}, "
+        f"blocks of {meta['block_size'] or 'any number of'} tokens"
     )
-    if tokenizer.name == HUB:
-        begin = "without a token that begins it"
-        if tokenizer.starts:
-            begin = f"that the model reads after {' '.join(tokenizer.start_tokens)}"
+    if isinstance(tokenizer, HubTokenizer):
         show(
-            f"{tokenizer.end_token} (id {tokenizer.eot}) ends a document, {begin}; "
-            "--end-token chooses another end"
+            f"{tokenizer.end_token} (id {tokenizer.eot}) ends a document; the model "
+            f"reads it after {' '.join(tokenizer.start_tokens) or 'no token'}"
         )
-    for note in notes:
-        show(f"note: {note}")
     for note in meta["notes"]:
         show(f"not comparable with the published tables: {note}")
-
-
-def next_command(
-    folder: Path, meta: Mapping[str, Any], dataset: Dataset, tokenizer: str = HUB
-) -> str:
-    """Return the line that says which command comes next. folder, tokenizer: as the
-    user typed them; a pretrained model lies beside its tokenizer.json."""
-    place = shlex.quote(str(folder))
-    if meta["protocol"] == "sedd" or "train" not in meta["splits"]:
-        return f"next: python eval_ppl.py RUN --datasets {place}"
-    by_tokenizer = {"gpt2": "own_text", HUB: "smollm2"}
-    config = dataset.config or by_tokenizer.get(meta["tokenizer"], "quickstart")
-    file = config if "/" in config else f"configs/{config}.toml"
-    values = read_toml(PROJECT / file)
-    words = [f"next: python train.py {file}"]
-    usual = PROJECT / values.get("data", {}).get("folder", "data/own")
-    if folder.resolve() != usual.resolve():
-        words += ["--name", shlex.quote(meta["name"]), "--data.folder", place]
-    model = values["model"]
-    if config == "smollm2":
-        source = Path(tokenizer).parent
-        is_model = (expand_home(source) / "config.json").is_file()
-        model_folder = shlex.quote(str(source)) if is_model else "FOLDER"
-        words += ["--train.init-from", model_folder]
-    elif meta["tokenizer"] in tokenizers.FILES and not dataset.config:
-        size = -(-meta["vocab_size"] // 64) * 64
-        words += ["--model.vocab-size", str(size)]
-    least = min(entry["tokens"] for entry in meta["splits"].values())
-    block_size = model.get("block_size", least)
-    if meta["protocol"] == "records":
-        if meta["block_size"] != block_size:
-            words += ["--model.block-size", str(meta["block_size"])]
-    elif least < block_size:
-        words += ["--model.block-size", str(least)]
-    if "val" not in meta["splits"]:
-        words += ["--eval.interval", "0"]
-    return " ".join(words)

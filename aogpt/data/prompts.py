@@ -82,20 +82,9 @@ def encode_example(
     return np.array(ids, tokenizer.dtype), np.array(roles, np.uint8)
 
 
-class Example(str):
-    """The text of an example that was read from a file."""
-
-    place: str = "this record"  # the file and the line
-
-
 class Examples(Reading):
     """A reading of rows as examples: {"prompt": ..., "text": what follows it}, or
     {"text": text with marks}."""
-
-    @property
-    def fields(self) -> set[str]:
-        """Return the fields of a row that are read."""
-        return {self.field, self.prompt_field or "prompt"}
 
     def document(self, row: dict, place: str) -> str:
         """Return the example of a row, marked. Raises UserError, which begins with
@@ -108,6 +97,4 @@ class Examples(Reading):
                 raise UserError(f"{place}: give a prompt or {BEGIN} marks, not both")
             text = as_prompt(given) + text
         spans(text, place)  # raises UserError here, where the place is known
-        example = Example(text)
-        example.place = place
-        return example
+        return text

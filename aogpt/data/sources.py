@@ -5,7 +5,7 @@ The package `datasets` streams the hub and .parquet files, row by row. Text and 
 read here, because its readers change them. "text" makes "\n" of a lone "\r". "json"
 reads a field of dates as times, and where one row of a field is a number it writes the
 others in quotes; for a bad row it names no line. Here a field is a string, or an
-error. CSV is not read: its reader, pandas, loses cells where rows differ in length."""
+error."""
 
 import contextlib
 import glob
@@ -18,44 +18,27 @@ import lzma
 import shutil
 import tempfile
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..runtime.errors import UserError, reason_of
 from ..runtime.files import json_object, lines_of, parse_json, sha256_file
 
-OFFLINE = "or pass files: python data/prepare.py {} --source FILE.parquet ..."
 MOST_LISTED = 100  # files in meta.json, which checkpoints hold, too
-PACKED = (".gz", ".xz", ".zst")  # suffixes of compressed files
-# Notes, each after a count.
-LEFT_OUT = "rows have a field {!r}, which is left out (see --field and --prompt-field)"
-WINDOWS = "Windows line ends are converted"
-EMPTY = "empty files are skipped"
-COPIES = "files have the same bytes as another one"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Reading:
-    """The way in which documents are read, and what was noticed while reading."""
+    """The way in which the rows of files are read."""
 
     field: str  # the field of a row that holds the text
     prompt_field: str | None = None  # the field of a row with its prompt (prompts.py)
-    counts: Counter[str] = field(default_factory=Counter)  # notes, and how often
-    left_out: Counter[str] = field(default_factory=Counter)  # other fields, how often
-
-    @property
-    def fields(self) -> set[str]:
-        """Return the fields of a row that are read."""
-        return {self.field}
 
     def document(self, row: dict, place: str) -> str:
         """Return the document of a row. Raises UserError, which begins with `place`."""
-        self.left_out.update(row.keys() - self.fields)
         return text_of(row, self.field, place)
 
 
@@ -70,42 +53,35 @@ class Corpus:
     documents: Iterable[str]
     description: list[dict]  # for meta.json; equal ones mean equal documents
     published: int | None = None  # documents of the published split
-    reading: Reading = field(default_factory=lambda: Reading("text"))
 
 
 def source_files(paths: Iterable[Path], readers: dict[str, Reader]) -> tuple[Path, ...]:
     """Return files of known kinds: the paths themselves, or those in a folder or
-    matching a pattern, without hidden ones. Raises UserError where there is none, or
-    one is given twice."""
+    matching a pattern, without hidden ones, which programs keep for themselves. Raises
+    UserError where there is none, or one is given twice."""
     files: list[Path] = []
     for path in paths:
-        is_one = not (path.is_dir() or glob.has_magic(str(path)))
-        if is_one and not path.exists():
-            raise UserError(f"there is no file {path}; a name with spaces needs quotes")
-        if path.is_file() or is_one:
-            files.append(path)
-            continue
         if path.is_dir():
             inside = [p for p in path.rglob("*") if not is_hidden(p.relative_to(path))]
+        elif path.exists() or not glob.has_magic(str(path)):
+            files.append(path)
+            continue
         else:
             inside = [Path(name) for name in glob.glob(str(path), recursive=True)]
         readable = [p for p in inside if p.is_file() and reader_of(p, readers)]
         if not readable:
             raise UserError(
-                f"{path}: there is no file of a known kind ({', '.join(readers)}), "
-                "hidden ones aside"
+                f"{path}: there is no file of a known kind ({', '.join(readers)})"
             )
         files += sorted(readable)
-    times = Counter(path.resolve() for path in files)
-    for path in files:
-        if times[path.resolve()] > 1:
-            raise UserError(f"{path}: this file is given twice")
+    if len({path.resolve() for path in files}) < len(files):
+        raise UserError("a file is given twice; leave it out")
     return tuple(files)
 
 
 def is_hidden(path: Path) -> bool:
-    """Return whether a path below a folder is one that programs keep for themselves
-    (.ipynb_checkpoints); a pattern does not match it either."""
+    """Return whether a path below a folder is a hidden one, such as
+    .ipynb_checkpoints/a.txt; a pattern does not match it either."""
     return any(part.startswith(".") for part in path.parts)
 
 
@@ -118,64 +94,23 @@ def local_files(
     files = {}
     for path in paths:
         files[path] = find_reader(str(path), readers)
-        description.append(
-            {
-                "file": path.name,
-                "bytes": path.stat().st_size,
-                "sha256": sha256_file(path),
-            }
-        )
-    different = {file["sha256"] for file in description}
-    reading.counts[COPIES] += len(description) - len(different)
+        size = path.stat().st_size
+        sha256 = sha256_file(path)
+        description.append({"file": path.name, "bytes": size, "sha256": sha256})
     if len(files) > MOST_LISTED:
         digest = hashlib.sha256(repr(description).encode()).hexdigest()
         size = sum(file["bytes"] for file in description)
-        description = [
-            {"file": f"{len(files):,} files", "bytes": size, "sha256": digest}
-        ]
-
-    def documents() -> Iterator[str]:
-        empty = 0
-        for path, read in files.items():
-            is_empty = True
-            for text in read(path, str(path), reading):
-                yield text
-                is_empty = False
-            empty += is_empty
-        if empty == len(files):
-            names = ", ".join(str(path) for path in list(files)[:3])
-            raise UserError(f"{names} holds no document; leave it out")
-        reading.counts[EMPTY] += empty
-
-    return Corpus(documents(), description, reading=reading)
-
-
-def check_splits_differ(files: dict[str, tuple[Path, ...]]) -> None:
-    """Raise UserError if two splits have a file in common: the same bytes, also under
-    another name. files: those of each split."""
-    by_size: dict[int, list[tuple[str, Path]]] = {}
-    for split, paths in files.items():
-        for path in paths:
-            if path.is_file() and path.stat().st_size:
-                by_size.setdefault(path.stat().st_size, []).append((split, path))
-    for same_size in by_size.values():
-        if len({split for split, _ in same_size}) == 1:
-            continue
-        first_of: dict[str, tuple[str, Path]] = {}  # the first file with a sha256
-        for split, path in same_size:
-            other, first = first_of.setdefault(sha256_file(path), (split, path))
-            if other != split:
-                raise UserError(
-                    f"{path} ({split}) has the same bytes as {first} ({other}): "
-                    "a file belongs to one split"
-                )
+        name = f"{len(files):,} files"
+        description = [{"file": name, "bytes": size, "sha256": digest}]
+    documents = (
+        text for path, read in files.items() for text in read(path, str(path), reading)
+    )
+    return Corpus(documents, description)
 
 
 def reader_of(file: Path | str, readers: dict[str, Reader]) -> Reader | None:
     """Return the reader of a file, by its suffix before that of a compression."""
-    name = str(file).lower()
-    for suffix in PACKED:
-        name = name.removesuffix(suffix)
+    name = str(file).lower().removesuffix(".gz").removesuffix(".xz")
     for suffix, read in readers.items():
         if fnmatch(name, f"*{suffix}"):
             return read
@@ -188,34 +123,24 @@ def find_reader(file: str, readers: dict[str, Reader]) -> Reader:
         return reader
     raise UserError(
         f"{file}: unknown kind of file; known here are {', '.join(readers)}, "
-        f"each also with {', '.join(PACKED[:-1])} or {PACKED[-1]}"
+        "each also with .gz or .xz"
     )
-
-
-def _open_zst(path: Path, mode: str) -> BinaryIO:
-    import pyarrow  # as `datasets`, it takes a second
-
-    return pyarrow.CompressedInputStream(pyarrow.OSFile(str(path), mode), "zstd")
 
 
 @contextlib.contextmanager
 def unpacked(path: Path, name: str) -> Iterator[BinaryIO]:
     """Open a file, unpacked. name: as messages call it."""
-    openers = {
-        ".gz": gzip.open,
-        ".xz": partial(lzma.open, format=lzma.FORMAT_XZ),  # .lzma has no checksum
-        ".zst": _open_zst,
-    }
-    opener = openers.get(path.suffix.lower(), open)
-    damage: tuple[type[Exception], ...] = (EOFError, lzma.LZMAError, zlib.error)
-    if opener is not open:
-        damage += (OSError,)  # also of gzip and pyarrow
+    suffix = path.suffix.lower()
     try:
-        with opener(path, "rb") as file:
+        if suffix == ".gz":
+            opened = gzip.open(path, "rb")
+        elif suffix == ".xz":  # .lzma has no checksum
+            opened = lzma.open(path, "rb", format=lzma.FORMAT_XZ)
+        else:
+            opened = path.open("rb")
+        with opened as file:
             yield io.BufferedReader(file)
-    except damage as error:
-        if isinstance(error, OSError) and error.errno:  # such as a missing file
-            raise
+    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(
             f"{name}: damaged, cut short, or not a {path.suffix} file"
         ) from error
@@ -224,33 +149,26 @@ def unpacked(path: Path, name: str) -> Iterator[BinaryIO]:
 def decoded(data: bytes, name: str) -> str:
     """Return the text of a file in UTF-8. Raises UserError, which begins with its
     name."""
-    if data.count(0) > len(data) / 4:
-        # A mark of UTF-16 has no 0.
-        order = "be" if data[0] == 0 or data[:2] == b"\xfe\xff" else "le"
-        raise UserError(
-            f"{name}: every other byte is 0, as in UTF-16; "
-            f"convert it first, e.g. iconv -f utf-16{order} -t utf-8"
-        )
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{name}: not UTF-8 ({error.reason}); convert it first, "
-            "e.g. iconv -f latin1 -t utf-8"
-        ) from error
+    with contextlib.suppress(UnicodeDecodeError):
+        text = data.decode("utf-8-sig")
+        # English in UTF-16 is valid UTF-8, with a zero beside each letter.
+        if text.count("\0") <= len(text) / 4:
+            return text
+    raise UserError(
+        f"{name}: not UTF-8; convert it first, e.g. iconv -f latin1 -t utf-8, or -f "
+        "utf-16"
+    )
 
 
-def unix_text(data: bytes, name: str, reading: Reading) -> str:
+def unix_text(data: bytes, name: str) -> str:
     """Return the text of a file in UTF-8 with line ends of Unix."""
-    text = decoded(data, name)
-    reading.counts[WINDOWS] += text.count("\r\n")
-    return text.replace("\r\n", "\n")
+    return decoded(data, name).replace("\r\n", "\n")
 
 
 def read_whole(path: Path, name: str, reading: Reading) -> Iterator[str]:
     """Yield the file as one document; nothing if it is empty."""
     with unpacked(path, name) as file:
-        text = unix_text(file.read(), name, reading)
+        text = unix_text(file.read(), name)
     if text:
         yield text
 
@@ -269,9 +187,8 @@ def read_jsonl(path: Path, name: str, reading: Reading) -> Iterator[str]:
 
 
 def read_json(path: Path, name: str, reading: Reading) -> Iterator[str]:
-    """Yield a document for each object in a list, which is the file or the only list in
-    its object; for the file's object, if it is itself a row; or for each line, where a
-    file of JSON lines has this suffix."""
+    """Yield a document for each object in a list, or for each line where a file of JSON
+    lines has this suffix."""
     with unpacked(path, name) as file:
         content = file.read()
     try:
@@ -285,16 +202,9 @@ def read_json(path: Path, name: str, reading: Reading) -> Iterator[str]:
         ) from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{name}: this is not JSON ({reason_of(error)})") from None
-    if isinstance(values, dict):
-        lists = [key for key, value in values.items() if isinstance(value, list)]
-        # A field that is read makes it a row, which may hold a list, such as of tags.
-        is_row = len(lists) != 1 or not reading.fields.isdisjoint(values.keys() - lists)
-        values = [values] if is_row else values[lists[0]]
-    if not isinstance(values, list):
-        raise UserError(
-            f"{name}: this is a {type(values).__name__}, not a list of rows"
-        )
-    yield from texts_of(enumerate(values, 1), reading, name)
+    if not isinstance(values, list):  # JSON lines of one line
+        values = [values]
+    yield from texts_of(values, reading, name)
 
 
 def text_of(row: dict, field: str, place: str, option: str = "--field") -> str:
@@ -312,11 +222,9 @@ def text_of(row: dict, field: str, place: str, option: str = "--field") -> str:
     return text
 
 
-def texts_of(
-    rows: Iterable[tuple[int, Any]], reading: Reading, name: str
-) -> Iterator[str]:
-    """Yield the document of each row. rows: rows with their numbers."""
-    for number, row in rows:
+def texts_of(rows: Iterable[Any], reading: Reading, name: str) -> Iterator[str]:
+    """Yield the document of each row."""
+    for number, row in enumerate(rows, 1):
         place = f"{name} row {number}"
         if not isinstance(row, dict):
             raise UserError(
@@ -327,23 +235,19 @@ def texts_of(
 
 def streamed(
     load: Callable[..., Iterable[dict]], name: str, problem: str
-) -> Iterator[tuple[int, dict]]:
-    """Yield the rows that `datasets` streams, and their numbers, from 1. load: calls
-    `load_dataset` with the options that it is given, whose cache is removed at the end.
-    name, problem: of the message if reading fails."""
+) -> Iterator[dict]:
+    """Yield the rows that `datasets` streams. load: calls `load_dataset` with the
+    options that it is given, whose cache is removed at the end. name, problem: of the
+    message if reading fails."""
     import datasets  # here, as it takes a second
 
     datasets.logging.set_verbosity(logging.CRITICAL)  # what it logs it raises, too
-    number = 0
     with tempfile.TemporaryDirectory() as cache:
         try:
-            for number, row in enumerate(load(streaming=True, cache_dir=cache), 1):
-                yield number, row
+            yield from load(streaming=True, cache_dir=cache)
         # pyarrow, datasets and the network have errors of their own.
         except Exception as error:
-            raise UserError(
-                f"{name}: {problem} ({reason_of(error)}, after row {number})"
-            ) from error
+            raise UserError(f"{name}: {problem} ({reason_of(error)})") from error
 
 
 def with_datasets(kind: str, **settings: Any) -> Reader:
@@ -393,9 +297,9 @@ def hub_rows(
     source = {"dataset": repository}
     if config is not None:
         source["config"] = config
-    problem = f"the hub failed; {OFFLINE.format(name)}"
-    rows = streamed(load, repository, problem)
-    return Corpus(texts_of(rows, reading, repository), [source], reading=reading)
+    files = f"python data/prepare.py {name} --source FILE.parquet ..."
+    rows = streamed(load, repository, f"the hub failed; or pass files: {files}")
+    return Corpus(texts_of(rows, reading, repository), [source])
 
 
 def downloaded_file(
@@ -420,7 +324,7 @@ def downloaded_file(
                 ) from error
             yield from read(path, url, reading)
 
-    return Corpus(documents(), [{"url": url}], reading=reading)
+    return Corpus(documents(), [{"url": url}])
 
 
 ROW_FILES: dict[str, Reader] = {

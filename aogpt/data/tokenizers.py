@@ -11,6 +11,7 @@ exports."""
 
 import base64
 import codecs
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -40,9 +41,9 @@ END_OF_TEXT = "<|endoftext|>"
 # Names of the token that ends a text, where no file beside a tokenizer.json says it:
 # of Llama 2 and 3, Mistral, Qwen, SmolLM2, DeepSeek.
 ENDS = re.compile("</s>|<eos>|<.?end.?of.?(text|sentence).?>", re.IGNORECASE)
-SOURCE = "aogpt_source"  # a key of the settings beside it: see `source_record`
-MAX_VOCABULARY = 256 << 20  # bytes of a tokenizer.json
-MAX_SETTINGS = 64 << 20  # bytes of a file beside it
+# A key of the settings beside it in exports of earlier versions: {"file": its sha256,
+# "source": that of the file with the same ids for which it stands}.
+SOURCE = "aogpt_source"
 MAX_IDS = 1 << 22  # of a tokenizer.json; each needs memory, also in a hole
 ENGLISH = Path(__file__).with_name("english.tiktoken")
 # The sha256 of GPT-2's vocabulary as a .tiktoken file (`Tokenizer.sha256`).
@@ -58,8 +59,7 @@ LONG_RUN = re.compile(r"\s{65536}")
 class Tokenizer:
     """Ids run from 0 to vocab_size - 1; `eot` ends a document. Subclasses have name,
     vocab_size, eot, encode_array(text), (n,) of `dtype`, to which "<|endoftext|>" is
-    plain text, to_bytes(ids) with that text for end-of-text, and, except HubTokenizer,
-    ranks (ids by a token's bytes)."""
+    plain text, and, except HubTokenizer, ranks (ids by a token's bytes)."""
 
     name: str
     vocab_size: int
@@ -67,6 +67,7 @@ class Tokenizer:
     adds_space = False  # before a text
     starts: list[int] = []  # ids that a pretrained model reads before a text
     special_tokens = frozenset({END_OF_TEXT})  # plain text to `encode`
+    texts: list[bytes]  # of each id, END_OF_TEXT of `eot`
     # Whether the text of each id begins with a space, bool (vocab_size,); with
     # adds_space.
     begins_with_space: np.ndarray
@@ -124,19 +125,16 @@ class Tokenizer:
         """Return the ids of a text that follows another one."""
         return self.encode(text)
 
-    @functools.cached_property
-    def special_pattern(self) -> re.Pattern[str]:
-        """Return a pattern that finds each special token, the longest first."""
-        tokens = sorted(self.special_tokens, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, tokens)))
-
     def count_special(self, texts: Iterable[str]) -> Counter[str]:
         """Return how often each special token stands in texts, in which it is plain
         text."""
-        counts: Counter[str] = Counter()
-        for text in texts:
-            counts.update(self.special_pattern.findall(text))
-        return counts
+        longest_first = sorted(self.special_tokens, key=len, reverse=True)
+        pattern = re.compile("|".join(map(re.escape, longest_first)))
+        return Counter(token for text in texts for token in pattern.findall(text))
+
+    def to_bytes(self, ids: list[int]) -> bytes:
+        """Return the text of `ids` in UTF-8, of which a part may be invalid."""
+        return b"".join(self.texts[i] for i in ids)
 
     def decode(self, ids) -> str:
         """Return the text of `ids` (sequence, array or 1-D tensor); invalid UTF-8
@@ -148,8 +146,7 @@ class Tokenizer:
                     f"id {i} is not in the vocabulary of the {self.name!r} tokenizer "
                     f"(0 to {self.vocab_size - 1}); was the text made with another one?"
                 )
-        text = self.to_bytes(ids)
-        return text.decode("utf-8", errors="replace")
+        return self.to_bytes(ids).decode(errors="replace")
 
     def pieces(self, ids) -> list[str]:
         """Return the text of each of `ids`; joined, they are `decode(ids)`. A character
@@ -171,10 +168,8 @@ class Tokenizer:
     def byte_lengths(self) -> np.ndarray:
         """Return the number of UTF-8 bytes of the text of every id, int64
         (vocab_size,); 0 for end-of-text."""
-        lengths = np.zeros(self.vocab_size, np.int64)
-        for i in range(self.vocab_size):
-            if i != self.eot:
-                lengths[i] = len(self.to_bytes([i]))
+        lengths = np.array([len(self.to_bytes([i])) for i in range(self.vocab_size)])
+        lengths[self.eot] = 0
         return lengths
 
     def count_bytes(self, ids: np.ndarray, starts: bool = True) -> np.ndarray:
@@ -211,20 +206,11 @@ class BytesTokenizer(Tokenizer):
     vocab_size = 257
     eot = 256
     ranks = {bytes([i]): i for i in range(256)}
+    texts = [*ranks, END_OF_TEXT.encode()]
 
     def encode_array(self, text: str) -> np.ndarray:
         data = without_lone_surrogates(text).encode()
-        values = np.frombuffer(data, dtype=np.uint8)
-        return values.astype(np.uint16)
-
-    def to_bytes(self, ids: list[int]) -> bytes:
-        text = bytearray()
-        for i in ids:
-            if i == self.eot:
-                text += END_OF_TEXT.encode()
-            else:
-                text.append(i)
-        return bytes(text)
+        return np.frombuffer(data, np.uint8).astype(self.dtype)
 
 
 class AlphabetTokenizer(Tokenizer):
@@ -232,41 +218,25 @@ class AlphabetTokenizer(Tokenizer):
     error."""
 
     def __init__(self, letters: str):
-        for letter in sorted(letters):
-            if letters.count(letter) > 1:
-                raise UserError(
-                    f"--alphabet has {letter!r} twice; give each character once"
-                )
+        if len(set(letters)) < len(letters):
+            raise UserError(f"--alphabet {letters} has a character twice")
         self.letters = letters
         self.name = ALPHABET + letters
         self.eot = len(letters)
         self.vocab_size = self.eot + 1
-        self.ranks = {letter.encode(): i for i, letter in enumerate(letters)}
+        self.ids = {letter: i for i, letter in enumerate(letters)}
+        self.ranks = {letter.encode(): i for letter, i in self.ids.items()}
+        self.texts = [*self.ranks, END_OF_TEXT.encode()]
 
     def encode_array(self, text: str) -> np.ndarray:
-        codes = _code_points(text)
-        alphabet = _code_points(self.letters)
-        order = alphabet.argsort()
-        places = np.searchsorted(alphabet[order], codes)
-        places = places.clip(max=self.eot - 1)
-        is_wrong = alphabet[order][places] != codes
-        if is_wrong.any():
-            letter = chr(codes[is_wrong][0])
+        ids = map(self.ids.__getitem__, text)
+        try:
+            return np.fromiter(ids, self.dtype, len(text))
+        except KeyError as error:
             raise UserError(
-                f"{letter!r} is not in the alphabet {self.letters!r}; add it, or leave "
+                f"{error} is not in the alphabet {self.letters!r}; add it, or leave "
                 "such text out"
-            )
-        return order[places].astype(self.dtype)
-
-    def to_bytes(self, ids: list[int]) -> bytes:
-        texts = [*self.letters, END_OF_TEXT]
-        return "".join(texts[i] for i in ids).encode()
-
-
-def _code_points(text: str) -> np.ndarray:
-    """Return the code points of a text, uint32 (n,)."""
-    text = without_lone_surrogates(text)
-    return np.frombuffer(text.encode("utf-32-le"), np.uint32)
+            ) from None
 
 
 class BytePairTokenizer(Tokenizer):
@@ -303,9 +273,7 @@ class HubTokenizer(Tokenizer):
     def __init__(self, path: Path, end_token: str | None = None):
         import tokenizers
 
-        if not path.is_file():
-            raise UserError(f"there is no {path}; put the model's tokenizer.json there")
-        self.file = read_bounded(path, MAX_VOCABULARY)
+        self.file = _read_vocabulary(path)
         try:
             self.inner = tokenizers.Tokenizer.from_str(self.file.decode())
         except Exception as error:  # the library raises Exception itself
@@ -315,30 +283,28 @@ class HubTokenizer(Tokenizer):
         self.inner.no_truncation()
         self.inner.no_padding()
         ids = self.inner.get_vocab(with_added_tokens=True)
-        if not ids:
-            raise UserError(f"{path} has no tokens; get it again")
-        self.vocab_size = max(ids.values()) + 1
-        if self.vocab_size > MAX_IDS:
+        self.vocab_size = max(ids.values(), default=-1) + 1
+        if not 0 < self.vocab_size <= MAX_IDS:
             raise UserError(
-                f"{path} has a token with the id {self.vocab_size - 1}: at most "
-                f"{MAX_IDS:,} ids are read"
+                f"{path} has {self.vocab_size:,} ids, with those of no token; 1 to "
+                f"{MAX_IDS:,} are read"
             )
-        self.starts, self.eot = _begin_and_end(self.inner, ids, path, end_token)
+        self.settings = _json_beside(path, HUB_SETTINGS)
+        self.starts, self.eot = _begin_and_end(
+            self.inner, ids, path, self.settings, end_token
+        )
         self.inner.encode_special_tokens = True  # in a text they are plain text
-        special = {END_OF_TEXT}
-        for token in self.inner.get_added_tokens_decoder().values():
-            if token.special and token.content:
-                special.add(token.content)
-        self.special_tokens = frozenset(special)
-        self.bytes = _bytes_of_tokens(self.inner, ids, self.file)
-        self.bytes[self.eot] = END_OF_TEXT.encode()
-        self.begins_with_space = np.array([b.startswith(b" ") for b in self.bytes])
-        self.source = _source_of(path, self.file)
+        added = self.inner.get_added_tokens_decoder().values()
+        special = {token.content for token in added if token.special}
+        self.special_tokens = frozenset(special - {""} | {END_OF_TEXT})
+        self.texts = _bytes_of_tokens(self.inner, ids, self.file)
+        self.texts[self.eot] = END_OF_TEXT.encode()
+        self.begins_with_space = np.array([b.startswith(b" ") for b in self.texts])
         # A letter that every vocabulary has, or else a token's own text.
         probe = "a"
         has_letter = "a" in ids or "▁a" in ids
         if not has_letter:
-            token = self.bytes[min(ids.values())]
+            token = self.texts[min(ids.values())]
             probe = token.decode(errors="replace").strip()
         text = self.to_bytes(self.encode(probe))
         self.adds_space = text.startswith(b" ")
@@ -355,16 +321,19 @@ class HubTokenizer(Tokenizer):
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Return the sha256 of its file, its identity; in an export that of its
-        source's file, of which only the begin-of-text is written in another way."""
-        return self.source or super().sha256
+        """Return the sha256 of its file, or of the one for which it stands (SOURCE)."""
+        own = super().sha256
+        record = self.settings.get(SOURCE)
+        if isinstance(record, dict) and record.get("file") == own:
+            return str(record.get("source"))
+        return own
 
     def keep(self, folder: Path) -> None:
         """Write tokenizer.json, and beside it which tokens begin and end a text."""
         super().keep(folder)
         settings: dict[str, Any] = {"eos_token": self.end_token}
-        if self.source:
-            settings[SOURCE] = source_record(self.file, self.source)
+        if SOURCE in self.settings:
+            settings[SOURCE] = self.settings[SOURCE]
         if self.starts:
             settings["bos_token"] = self.start_tokens[0]
             settings["add_bos_token"] = True
@@ -391,9 +360,6 @@ class HubTokenizer(Tokenizer):
                 break
         return whole[len(before) :]
 
-    def to_bytes(self, ids: list[int]) -> bytes:
-        return b"".join(self.bytes[i] for i in ids)
-
     def pieces(self, ids) -> list[str]:
         pieces = super().pieces(ids)
         if self.adds_space:  # before every document
@@ -412,11 +378,11 @@ class HubTokenizer(Tokenizer):
 
 
 def _begin_and_end(
-    inner, ids: dict[str, int], path: Path, end_token: str | None
+    inner, ids: dict[str, int], path: Path, settings: dict, end_token: str | None
 ) -> tuple[list[int], int]:
     """Return the ids before a text and the id that ends one. A tokenizer.json has the
-    first in its post-processor; tokenizer_config.json, config.json and
-    generation_config.json beside it name the second. Raises UserError."""
+    first in its post-processor; its settings, and config.json and
+    generation_config.json beside it, name the second."""
     before: list[int] = []
     after: list[int] = []
     if count := inner.num_special_tokens_to_add(is_pair=False):
@@ -428,56 +394,31 @@ def _begin_and_end(
                 before = whole[:place]
                 after = whole[place + len(plain) :]
                 break
-    vocabulary = set(ids.values())
-    for verb, written in (("begins", before), ("ends", after)):
-        for i in written:
-            if i not in vocabulary:
-                raise UserError(
-                    f"{path} {verb} a text with id {i}, which is not in its vocabulary"
-                )
-    settings = _json_beside(path, HUB_SETTINGS)
+    for i in before + after:
+        if inner.id_to_token(i) is None:
+            raise UserError(
+                f"{path} writes id {i} around a text, which is not in its vocabulary"
+            )
     start = _token_id(settings.get("bos_token"), ids)
     if not before and settings.get("add_bos_token") is True and start is not None:
         before = [start]
-    if end_token is not None:
-        end = ids.get(end_token)
-        if end is None:
-            raise UserError(f"--end-token {end_token!r} is not a token of {path}")
-        return before, end
     named = [
         settings.get("eos_token"),
         _json_beside(path, "config.json").get("eos_token_id"),
         _json_beside(path, "generation_config.json").get("eos_token_id"),
-        _json_beside(path, "special_tokens_map.json").get("eos_token"),
         after,
         sorted(i for token, i in ids.items() if ENDS.fullmatch(token)),
     ]
+    if end_token is not None:
+        named = [end_token]
     for value in named:
         end = _token_id(value, ids)
         if end is not None:
             return before, end
     raise UserError(
-        f"{path} has no token that ends a text, such as </s>, and no {HUB_SETTINGS} "
-        "beside it names one: name it with --end-token"
+        f"--end-token {end_token or ''}: name a token of {path} that ends a text, such "
+        "as </s>"
     )
-
-
-def source_record(file: bytes, source: str) -> dict[str, str]:
-    """Return the record, in the settings beside a tokenizer.json, that it stands for
-    another file with the same ids. source: the sha256 of that."""
-    return {"file": hashlib.sha256(file).hexdigest(), "source": source}
-
-
-def _source_of(path: Path, file: bytes) -> str | None:
-    """Return the sha256 of the file for which a tokenizer.json stands; None for itself,
-    also where it was replaced."""
-    record = _json_beside(path, HUB_SETTINGS).get(SOURCE)
-    if not isinstance(record, dict):
-        return None
-    source = record.get("source")
-    if isinstance(source, str) and record == source_record(file, source):
-        return source
-    return None
 
 
 def _json_beside(path: Path, name: str) -> dict[str, Any]:
@@ -486,13 +427,7 @@ def _json_beside(path: Path, name: str) -> dict[str, Any]:
     file = path.with_name(name)
     if not file.is_file():
         return {}
-    try:
-        values = json.loads(read_bounded(file, MAX_SETTINGS))
-    except (ValueError, RecursionError):
-        raise UserError(f"{file} is not JSON; get it again") from None
-    if isinstance(values, dict):
-        return values
-    return {}
+    return read_json(file, dict, "get it again")
 
 
 def _token_id(value: Any, ids: dict[str, int]) -> int | None:
@@ -552,14 +487,11 @@ def is_gpt2s(tokenizer: HubTokenizer) -> bool:
     ids."""
     rules = json.loads(tokenizer.file)
     words = rules.get("pre_tokenizer") or {}
-    is_plain = rules.get("normalizer") is None and words.get("type") == "ByteLevel"
-    if not is_plain or words.get("add_prefix_space"):
+    if rules.get("normalizer") or words.get("type") != "ByteLevel":
         return False
-    if tokenizer.eot != GPT2_SIZE:
+    if words.get("add_prefix_space") or tokenizer.eot != GPT2_SIZE:
         return False
-    tokens = tokenizer.bytes[:GPT2_SIZE]
-    file = vocabulary_file(dict(enumerate(tokens)))
-    return hashlib.sha256(file).hexdigest() == GPT2_SHA256
+    return _is_gpt2s_vocabulary(dict(enumerate(tokenizer.texts[:GPT2_SIZE])))
 
 
 def is_gpt2s_vocabulary(path: Path) -> bool:
@@ -570,9 +502,12 @@ def is_gpt2s_vocabulary(path: Path) -> bool:
     letters = {letter: byte for byte, letter in enumerate(byte_letters())}
     if not letters.keys() >= set("".join(ids)):
         return False
-    tokens = {}
-    for token, i in ids.items():
-        tokens[i] = bytes(letters[letter] for letter in token)
+    return _is_gpt2s_vocabulary(
+        {i: bytes(letters[letter] for letter in token) for token, i in ids.items()}
+    )
+
+
+def _is_gpt2s_vocabulary(tokens: dict[int, bytes]) -> bool:
     return hashlib.sha256(vocabulary_file(tokens)).hexdigest() == GPT2_SHA256
 
 
@@ -662,39 +597,36 @@ def _find_file(name: str, folder: Path) -> Path:
     return folder / name
 
 
+def _read_vocabulary(path: Path) -> bytes:
+    try:
+        return read_bounded(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(
+            f"the vocabulary {path} is missing: copy it back, from data, run or export"
+        ) from None
+
+
 def _read_file(path: Path) -> BytePairTokenizer:
     """Return the tokenizer of a .tiktoken file: the base64 of a token and its id a
     line, ids from 0."""
     import tiktoken
 
-    if not path.exists() or path.is_file() and not path.stat().st_size:
-        raise UserError(
-            f"the vocabulary {path} is missing or empty: give one of at least 256 "
-            f"tokens, or copy it back ({OWN} of data, run or export)"
-        )
     # tiktoken's own reader of such files would leave a copy of them in its cache.
     name = "english" if path == ENGLISH else OWN
+    lines = _read_vocabulary(path).splitlines()
     ranks = {}
-    for number, line in enumerate(read_bounded(path).splitlines(), 1):
-        try:
+    with contextlib.suppress(ValueError):  # then some line is missing
+        for line in lines:
             coded, i = line.split()
-            token = base64.b64decode(coded, validate=True)
-            ranks[token] = int(i)
-        except ValueError:
-            raise UserError(
-                f"{path} line {number}: not the base64 of a token and its id"
-            ) from None
-        if len(ranks) != number:
-            raise UserError(f"{path} line {number}: this token is in it twice")
+            ranks[base64.b64decode(coded, validate=True)] = int(i)
     size = len(ranks)
-    is_complete = sorted(ranks.values()) == list(range(size))
-    if not is_complete or not 256 <= size < 2**16:
+    is_complete = size == len(lines) and sorted(ranks.values()) == list(range(size))
+    has_bytes = all(bytes([i]) in ranks for i in range(256))
+    if not is_complete or not has_bytes or size >= 2**16:
         raise UserError(
-            f"{path}: ids must be 0, 1, ... each once, at least 256 and below 65,536"
+            f"{path} is not a vocabulary: on each line the base64 of a token and its "
+            "id, ids 0, 1, ... up to 65,534, each once, and all 256 bytes"
         )
-    for i in range(256):
-        if bytes([i]) not in ranks:
-            raise UserError(f"{path}: each of the 256 bytes must be a token")
     encoding = tiktoken.Encoding(
         name,
         pat_str=GPT2_WORDS,

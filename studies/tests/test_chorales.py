@@ -186,7 +186,7 @@ def test_the_scripts_prepare_train_and_sample_voice_by_voice(source, tmp_path, p
     config = "studies/configs/chorales.toml"
     assert f"next: python train.py {config} --name data --data.folder" in said
     assert "</s> (id 47) ends a document" in said
-    assert "come back" not in said  # no note is lost
+    assert "loses text" not in said
     short = "--train.steps 2 --optim.warmup-steps 1 --train.no-compile".split()
     printed(train, config, "--data.folder", data, "--out", tmp_path, *short)
     voice_by_voice = np.arange(128).reshape(32, 4).T
