@@ -3,9 +3,7 @@ orders of the context. Two models, A and B, are compared on the same text, paire
 sequence.
 
     python eval_ppl.py out/quickstart --datasets stories
-    python eval_ppl.py out/quickstart --text "The fox ran into the woods."
     python eval_ppl.py A B --datasets stories my.txt
-    python eval_ppl.py A B --datasets sentences.txt --lines
     python eval_ppl.py RUN --datasets data/own --orders l2r fixed_blockwise:block=32
     torchrun --nproc_per_node=8 eval_ppl.py RUN --datasets wikitext103 ptb \\
         --orders l2r random --ensemble 1 8 64 --json FILE"""
@@ -22,38 +20,36 @@ import tyro
 from annotated_types import Interval
 
 from aogpt.checkpoints import load
-from aogpt.data.loader import TokenDataset
+from aogpt.data.loader import Blocks, TokenDataset
+from aogpt.data.tokenizers import END_OF_TEXT, notes_on_special
 from aogpt.evaluation import likelihood
 from aogpt.evaluation.ensembles import MAX_DRAWS, MAX_MEMBERS
 from aogpt.evaluation.eval_sets import (
     SplitOption,
-    TextDataset,
     comparable,
     note_on_end,
     open_eval_set,
     open_split,
-    open_texts,
     read_text,
+    text_blocks,
 )
 from aogpt.evaluation.likelihood import Scorer, Task
 from aogpt.evaluation.report import likelihood_lines
 from aogpt.model import ModelConfig
 from aogpt.orders import OrderConfig, parse_order, parse_settings
-from aogpt.runtime.command_line import TEXT, RunOptions, run_script, show, with_help
+from aogpt.runtime.command_line import RunOptions, run_script, show, with_help
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import Outputs, ReportOptions, provenance
 from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.validation import Count, check_values
-from aogpt.sampling.gaps import refuse_masks
 from aogpt.sampling.plans import Pace, Rule, RuleScore
 
 RULE_SETTINGS = {"threshold": float, "entropy_bound": float, "most": int, "block": int}
 # What --orders can name: orders that are drawn, a rule by which the model chooses, or
 # None, SEDD's bound.
 Meaning = OrderConfig | Rule | None
-# A prepared data set, or the texts of a file.
-Source = TokenDataset | list[str]
+Source = TokenDataset | str  # a prepared data set, or the text of a file
 
 NO_START = (
     "the first token of a block is not scored, except after a prompt: {} has no start "
@@ -73,11 +69,6 @@ class Arguments(RunOptions, ReportOptions, SplitOption):
     """Data sets that data/prepare.py wrote: names or folders. A .txt file or /dev/stdin
     is scored as it is, as one document. No end-of-text is put after it;
     "<|endoftext|>" in it is one, a token of no bytes."""
-    lines: bool = False
-    """Each line of a .txt file or /dev/stdin is a document, scored by itself; empty
-    lines are left out. The errors, and the p value of two models, are then by line."""
-    text: Annotated[str | None, TEXT] = None
-    """A text to score as it is, such as a sentence. "<|endoftext|>" is end-of-text."""
     orders: tuple[str, ...] | None = None
     """Orders to score.
     l2r: left to right.
@@ -125,23 +116,9 @@ def check_arguments(a: Arguments) -> Outputs:
             raise UserError(
                 f"--{option} is empty; give RUN first, then --{option} and its values"
             )
-    if not a.datasets and a.text is None:
-        raise UserError(
-            "nothing to score: give RUN first, then --datasets and names, or --text"
-        )
-    if a.lines and not any(map(is_text_file, a.datasets)):
-        raise UserError(
-            "--lines is for texts: give --datasets FILE.txt, or leave it out"
-        )
-    if a.split is not None and all(map(is_text_file, a.datasets)):
-        raise UserError(
-            "--split is of prepared data sets: give --datasets NAME, or leave it out"
-        )
-    if a.text is not None:
-        refuse_masks(a.text, "aogpt blanks takes masks")
+    if not a.datasets:
+        raise UserError("nothing to score: give RUN first, then --datasets and names")
     names = [Path(name).name for name in a.datasets]
-    if a.text is not None:
-        names.append("text")
     for name in names:
         if names.count(name) > 1:
             raise UserError(
@@ -203,16 +180,11 @@ def read_sources(a: Arguments, procs: Processes) -> dict[str, Source]:
     one that is missing or damaged."""
     sources: dict[str, Source] = {}
     for name in a.datasets:
-        if not is_text_file(name):
-            sources[Path(name).name] = open_split(name, a.split)
-            continue
-        text = procs.gather(procs.main and read_text(name))[0]
-        texts = [text]
-        if a.lines:
-            texts = [line for line in text.split("\n") if line.strip()] or [""]
-        sources[Path(name).name] = texts
-    if a.text is not None:
-        sources["text"] = [a.text]
+        if is_text_file(name):
+            source = procs.gather(procs.main and read_text(name))[0]
+        else:
+            source = open_split(name, a.split)
+        sources[Path(name).name] = source
     return sources
 
 
@@ -322,12 +294,15 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     block_size = min(config.block_size for config in configs)
     scorers = scorers_of(a, orders, configs)
     eval_sets = []
+    source: Blocks | str
     for name, source in sources.items():
-        limit = a.max_sequences
-        if isinstance(source, TokenDataset):
-            eval_set = open_eval_set(source, models[0], limit, block_size)
-        else:
-            eval_set = open_texts(name, source, models[0], limit, block_size)
+        if isinstance(source, str):
+            tokenizer = models[0].get_tokenizer()
+            special = tokenizer.count_special([source])
+            del special[END_OF_TEXT]  # which is a token here
+            notes += [f"{name}: {note}" for note in notes_on_special(special)]
+            source = text_blocks(name, source, models[0])
+        eval_set = open_eval_set(source, models[0], a.max_sequences, block_size)
         eval_sets.append(eval_set)
         blocks = eval_set.dataset.block_size
         for scorer in itertools.chain(*scorers.values()):
@@ -342,9 +317,6 @@ def evaluate(a: Arguments, procs: Processes) -> None:
             note = note_on_end(eval_set.dataset, loaded)
             if note is not None:
                 notes.append(note)
-        if isinstance(eval_set.dataset, TextDataset):
-            for note in eval_set.dataset.notes:
-                notes.append(f"{eval_set.name}: {note}")
 
     # 3. The losses, task after task.
     runner = likelihood.BatchRunner(procs, dtype, block_size)

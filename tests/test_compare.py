@@ -13,12 +13,9 @@ from helpers import ALONE, LENGTH, ROOT, assert_same, prepared, tiny_config, wri
 from scipy import stats
 from test_eval_ppl import by_name, direct, evaluate  # noqa: F401  (a fixture)
 
-import aogpt
 import eval_ppl
 import train
 from aogpt.checkpoints import load_model, store
-from aogpt.evaluation import likelihood
-from aogpt.evaluation.eval_sets import open_texts
 from aogpt.scoring import token_log_probs
 from convert import convert
 
@@ -107,7 +104,7 @@ def test_unequal_training_is_noted(compare, run, longer, raw):
     assert "has trained on" not in printed
 
 
-def test_a_model_does_not_differ_from_itself(compare, run, encoder):
+def test_a_model_does_not_differ_from_itself(compare, run, encoder, tmp_path):
     for path, options in (
         (run, "--orders l2r random confidence --group 2"),
         (encoder, ""),
@@ -117,7 +114,9 @@ def test_a_model_does_not_differ_from_itself(compare, run, encoder):
             assert row["nll"]["difference"] == 0, row
             assert row["nll"]["half_width_95"] == 0, row
             assert row["p"] == 1, row
-    [one] = compare(run, run, "--orders l2r --text the", datasets=())["differences"]
+    (tmp_path / "a.txt").write_text("the")
+    report = compare(run, run, "--orders l2r", datasets=[tmp_path / "a.txt"])
+    [one] = report["differences"]
     # one sequence tells nothing
     assert (one["nll"]["difference"], one["p"]) == (0, None)
 
@@ -147,7 +146,8 @@ def test_models_of_other_blocks_and_kinds(
         assert [row["orders"] for row in report["differences"]] == orders
     [row] = compare(plain, encoder, "--max-sequences 3 --orders l2r")["differences"]
     assert row["nll"]["difference"] == pytest.approx(row["nll"]["a"] - row["nll"]["b"])
-    [one] = compare(run, longer, "--orders l2r --text the", datasets=())["differences"]
+    text.write_text("the")
+    [one] = compare(run, longer, "--orders l2r", datasets=[text])["differences"]
     assert one["p"] is None
     assert one["tokens"] == 3
 
@@ -172,13 +172,12 @@ def test_neither_scores_a_first_token_that_one_cannot(
         assert result["tokens"] == 5 * (LENGTH - 1)
 
 
-def test_a_text_is_scored_as_it_is_from_a_file_an_option_or_a_pipe(run, raw, tmp_path):
+def test_a_text_is_scored_as_it_is_from_a_file_or_a_pipe(run, raw, tmp_path):
     text = tmp_path / "my.txt"
     report = tmp_path / "r.json"
     text.write_bytes(b"\xef\xbb\xbf" + f"{SENTENCE}\r\né".encode())
     command = [sys.executable, "eval_ppl.py", run, raw]
-    command += ["--datasets", "/dev/stdin", text]
-    command += ["--text", f"{SENTENCE}\né", "--json", report]
+    command += ["--datasets", "/dev/stdin", text, "--json", report]
     done = subprocess.run(
         [str(word) for word in command],
         check=True,
@@ -193,8 +192,6 @@ def test_a_text_is_scored_as_it_is_from_a_file_an_option_or_a_pipe(run, raw, tmp
         ("stdin", "random"),
         ("my.txt", "l2r"),
         ("my.txt", "random"),
-        ("text", "l2r"),
-        ("text", "random"),
     ]
     for row in rows:
         row["dataset"] = ""
@@ -202,55 +199,9 @@ def test_a_text_is_scored_as_it_is_from_a_file_an_option_or_a_pipe(run, raw, tmp
         first = rows[0] if row["orders"] == "l2r" else rows[1]
         assert_same(row, first)
     assert rows[0]["tokens"] == rows[0]["data"]["tokens"] == 24
-    assert done.stdout.count("left to right") == 3
+    assert done.stdout.count("left to right") == 2
     assert "A: " in done.stdout
     assert "B: " in done.stdout
-
-
-LINES = ["the order", "", "of any mask", "x", "  ", "is drawn at random, said the fox"]
-
-
-def test_each_line_of_a_text_is_a_document(compare, run, raw, tmp_path, monkeypatch):
-    """Against each line scored by itself."""
-    text = tmp_path / "my.txt"
-    text.write_text("\n".join(LINES) + "\n")
-    report = compare(run, raw, "--lines --num-orders 3 --seed 2", datasets=[text])
-    l2r = report["differences"][0]
-    lines = [line for line in LINES if line.strip()]
-    models = [aogpt.load(path) for path in (run, raw)]
-    scored = [model.score(lines) for model in models]
-    tokens = np.array([line.scored for line in scored[0]])
-    gap = np.array([a.nats - b.nats for a, b in zip(*scored, strict=True)])
-    mean = gap.sum() / tokens.sum()
-    assert l2r["nll"]["difference"] == pytest.approx(mean, abs=1e-6)
-    loss = sum(line.nats for line in scored[0]) / tokens.sum()
-    assert l2r["nll"]["a"] == pytest.approx(loss, rel=1e-5)
-    assert (l2r["documents"], l2r["p_by"]) == (4, "document")
-    assert l2r["tokens"] == sum(map(len, lines))
-    assert l2r["sequences"] == 5
-    # The error of a ratio of sums over the four lines.
-    error = (gap - mean * tokens).std(ddof=1) * math.sqrt(4) / tokens.sum()
-    assert l2r["document_error"] == pytest.approx(error, rel=1e-3)
-    expected = 2 * stats.t.sf(abs(mean) / error, 3)
-    assert l2r["p"] == pytest.approx(expected, rel=1e-2)
-    # Without it the file is one document.
-    joined = compare(run, raw, "--orders l2r", datasets=[text])["differences"][0]
-    assert (joined["documents"], joined["p_by"]) == (1, "sequence")
-    # Whatever the batches.
-    monkeypatch.setitem(likelihood.BATCH_TOKENS, "cpu", 1)
-    one = compare(run, raw, "--lines --num-orders 3 --seed 2", datasets=[text])
-    for row, other in zip(report["differences"], one["differences"], strict=True):
-        assert other["nll"]["a"] == pytest.approx(row["nll"]["a"], rel=1e-6)
-
-
-def test_some_lines_are_spread_over_the_text_whatever_their_lengths(run, tmp_path):
-    """Every second line is scored, and the longest is not one of them."""
-    lines = ["ab", "a" * 20, "b c", "xyz", "a cat", "de", "f", "g h i"]
-    loaded = aogpt.load(run).loaded
-    eval_set = open_texts("lines", lines, loaded, max_sequences=4, block_size=32)
-    assert eval_set.documents.sort().values.tolist() == [0, 2, 4, 6]
-    lengths = eval_set.lengths.tolist()
-    assert lengths == sorted(lengths, reverse=True)
 
 
 def test_what_cannot_be_compared_or_scored_is_told(
@@ -286,20 +237,13 @@ def test_what_cannot_be_compared_or_scored_is_told(
             [run, raw, "--datasets", data, "--bound", "iw"],
             "leave out --ensemble and --bound",
         ),
-        ([run, raw, "--datasets", data, "--lines"], "--lines is for texts"),
+        ([run, raw], "give RUN first, then --datasets and names"),
         (
-            [run, "--datasets", tmp_path / "empty.txt", "--lines"],
-            "empty.txt has 0 tokens",
+            [run, "--datasets", tmp_path / "empty.txt"],
+            "empty.txt has 0 tokens, of which none can be scored: give a longer text",
         ),
-        ([run, raw], "give RUN first, then --datasets and names, or --text"),
-        (
-            [run, "--text", ""],
-            "text has 0 tokens, of which none can be scored: give a longer text",
-        ),
-        ([run, "--datasets", tmp_path / "empty.txt"], "empty.txt has 0 tokens"),
         ([run, "--datasets", tmp_path / "latin.txt"], "latin.txt: not UTF-8"),
-        ([run, "--datasets", tmp_path / "wide.txt"], "iconv -f utf-16le -t utf-8"),
-        ([run, "--text", "The cat[MASK] home."], "the text has a mask, [MASK]"),
+        ([run, "--datasets", tmp_path / "wide.txt"], "wide.txt: not UTF-8"),
         (
             [run, "--datasets", tmp_path / "none.txt"],
             "No such file or directory: '" + str(tmp_path / "none.txt"),
@@ -309,7 +253,6 @@ def test_what_cannot_be_compared_or_scored_is_told(
             [run, "--datasets", "/dev/stdin", "/dev/stdin"],
             "two texts are called 'stdin'",
         ),
-        ([run, "--datasets", "text", "--text", "a"], "two texts are called 'text'"),
     ):
         status, out, err = script(eval_ppl, *words)
         assert status == 2 and not out and message in " ".join(err.split()), err

@@ -230,21 +230,6 @@ def test_a_token_file_that_has_changed_is_read_no_more(tmp_path, change):
         dataset.blocks([15])
 
 
-@needs_gpt2
-def test_token_files_of_nanogpt_are_read(tmp_path):
-    ids = get_tokenizer("gpt2").encode_array("No meta.json at all. " * 40)
-    for split in ("train", "val"):
-        ids.tofile(tmp_path / f"{split}.bin")
-    assert find_dataset(tmp_path) == tmp_path
-    dataset = TokenDataset(tmp_path, "val", 4, verify=True)
-    assert dataset.tokens.tolist() == ids.tolist()
-    assert dataset.meta["tokenizer"] == "gpt2"
-    assert "tokenizer gpt2" in dataset.meta["notes"][0]
-    (tmp_path / "meta.pkl").write_bytes(b"")  # of characters, e.g.
-    with pytest.raises(UserError, match="a vocabulary of its own"):
-        load_meta(tmp_path)
-
-
 @given(
     seed=st.integers(0, 2**64 - 1),
     global_batch=st.integers(1, 60),

@@ -485,20 +485,3 @@ def test_data_that_was_prepared_again_is_told(tmp_path, data, capsys):
     train.train(change(config, train__steps=8), ALONE)
     note = f"{folder / 'train.bin'} holds other data than when the run last started"
     assert note in capsys.readouterr().out
-
-
-def test_data_without_a_checksum_that_has_another_time_is_told(tmp_path, capsys):
-    """nanoGPT's folders have none. Their ids are GPT-2's: not only the 512 first
-    ones."""
-    folder = tmp_path / "plain"
-    folder.mkdir()
-    tokens = np.arange(4000) % 600
-    for name in ("train.bin", "val.bin"):
-        (folder / name).write_bytes(tokens.astype("<u2").tobytes())
-    config = tiny_config(folder, tmp_path, steps=6, model__vocab_size=50304)
-    train.train(config, ALONE)
-    train.train(change(config, train__steps=7), ALONE)
-    assert "no checksum" not in capsys.readouterr().out
-    os.utime(folder / "train.bin")
-    train.train(change(config, train__steps=8), ALONE)
-    assert "train.bin has another size or time" in capsys.readouterr().out

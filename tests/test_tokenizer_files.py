@@ -446,7 +446,9 @@ def test_special_tokens_in_a_text_are_counted(tmp_path, monkeypatch, capsys):
         assert {str(warning.message) for warning in warned} == expected
 
     monkeypatch.setattr(eval_ppl, "load", lambda *a, **k: loaded)
-    printed = run_main(eval_ppl, monkeypatch, capsys, "x", "--text", text)
+    file = tmp_path / "a.txt"
+    file.write_text(text)
+    printed = run_main(eval_ppl, monkeypatch, capsys, "x", "--datasets", file)
     assert all(note in printed for note in of_score)
     source = write_jsonl(tmp_path / "a.jsonl", [text, "plain"])
     prepared("text", tmp_path / "data", source, tokenizer=name, split="val")
@@ -489,8 +491,9 @@ def test_bits_a_byte_times_bytes_are_the_nats_in_every_script(
 
     path = tmp_path / "result.json"
     monkeypatch.setattr(eval_ppl, "load", lambda *a, **k: loaded)
-    typed = text.replace("\udcff", "\ufffd")  # a command line takes UTF-8 alone
-    words = ["x", "--text", typed, "--json", path, "--overwrite"]
+    file = tmp_path / "a.txt"
+    file.write_text(text.replace("\udcff", "\ufffd"))  # a file is UTF-8
+    words = ["x", "--datasets", file, "--json", path, "--overwrite"]
     run_main(eval_ppl, monkeypatch, capsys, *words)
     (row,) = json.loads(path.read_text())["results"]
     assert row["nll"] * row["tokens"] == pytest.approx(scores.nats, rel=1e-5)

@@ -8,7 +8,6 @@ processes reads the same. Shapes: B sequences, T block_size."""
 from __future__ import annotations
 
 import functools
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict
 
@@ -31,13 +30,6 @@ if TYPE_CHECKING:  # prepare.py starts without torch
 
 FORMAT = 2  # the newest that is read; of prompts, where text has 1
 IDS_AT_ONCE = 1 << 24
-# Signs that a file without meta.json is not text in GPT-2's ids of 16 bits. "!" has the
-# id 0, and the first 512 ids are bytes and the most frequent pairs. The upper half of
-# an id of 32 bits is below 16 for every vocabulary of fewer than a million.
-MOST_ZEROS = 0.25
-FEW_IDS = 16
-COMMON_IDS = 512
-FEW_TOKENS = 100
 ADVICE = "prepare the dataset again"
 
 
@@ -76,22 +68,14 @@ class Meta(TypedDict):
 def find_dataset(name: str | Path) -> Path:
     """Return the prepared folder that `name` means: a path, or a name under the
     project's data/. Raises FileNotFoundError, which names the command that makes it."""
-    path = expand_home(name)
-    for folder in (path, DATA / name):
-        if (folder / "meta.json").is_file() or (folder / "train.bin").is_file():
+    for folder in (expand_home(name), DATA / name):
+        if (folder / "meta.json").is_file():
             return folder
-    if path.exists():
-        texts = shlex.quote(str(name))
-        if path.is_dir():
-            texts += "/*.txt"
-        raise FileNotFoundError(
-            f"{name} is not a prepared dataset, it has no meta.json; make one of its "
-            f"text with: python data/prepare.py text --source {texts} --out data/own"
-        )
     prepared = sorted(path.parent.name for path in DATA.glob("*/meta.json"))
     raise FileNotFoundError(
-        f"{name} is not a prepared dataset, neither a folder nor in {DATA} "
-        f"({', '.join(prepared) or 'none'}); make it with: {command_for(str(name))}"
+        f"{name} is not a prepared dataset (it has no meta.json), neither a folder nor "
+        f"in {DATA} ({', '.join(prepared) or 'none'}); make it with: "
+        f"{command_for(str(name))}"
     )
 
 
@@ -106,12 +90,9 @@ def evaluation_split(meta: dict) -> str:
 
 
 def load_meta(folder: str | Path) -> Meta:
-    """Return the contents of meta.json, or for token files of nanoGPT, which lack it,
-    `nanogpt_meta`. Raises FileNotFoundError."""
+    """Return the contents of meta.json. Raises FileNotFoundError."""
     path = Path(folder) / "meta.json"
     if not path.is_file():
-        if path.with_name("train.bin").is_file():
-            return nanogpt_meta(Path(folder))
         raise FileNotFoundError(
             f"{folder} is not a data set (no meta.json); make it with: "
             f"{command_for(str(folder))}"
@@ -122,58 +103,6 @@ def load_meta(folder: str | Path) -> Meta:
             f"{path} has format {meta['format']}: update the code, or {ADVICE}"
         )
     return meta
-
-
-def nanogpt_meta(folder: Path) -> Meta:
-    """Return a meta.json for nanoGPT's train.bin and val.bin. Raises UserError for
-    files that are not GPT-2's ids in 16 bits."""
-    if (folder / "meta.pkl").exists():
-        raise UserError(
-            f"{folder} has a vocabulary of its own (meta.pkl): prepare its text again"
-        )
-    splits: dict[str, Split] = {}
-    for path in (folder / "train.bin", folder / "val.bin"):
-        if path.is_file() and path.stat().st_size:
-            check_nanogpt(path)
-            tokens = path.stat().st_size // 2
-            splits[path.stem] = {"file": path.name, "tokens": tokens, "sha256": ""}
-    return {
-        "format": 1,
-        "tokenizer": "gpt2",
-        "vocab_size": 50257,
-        "eot": 50256,
-        "dtype": "uint16",
-        "splits": splits,
-        "notes": [
-            f"{folder} has no meta.json: read as nanoGPT's files of uint16 ids, "
-            "tokenizer gpt2"
-        ],
-    }
-
-
-def check_nanogpt(path: Path) -> None:
-    """Raise UserError unless the first ids of a file look like text in GPT-2's ids."""
-    if path.stat().st_size % 2:
-        raise UserError(
-            f"{path} has an odd number of bytes: it does not hold ids of 16 bits"
-        )
-    ids = np.fromfile(path, token_dtype("uint16"), count=IDS_AT_ONCE)
-    if len(ids) < FEW_TOKENS:
-        return
-    zeros = float((ids == 0).mean())
-    # The upper halves of ids of 32 bits, in either order of bytes: at most 3.
-    upper_halves = int(ids[1::2].max())
-    if zeros > MOST_ZEROS or upper_halves < FEW_IDS:
-        raise UserError(
-            f"{path} has no meta.json, and if its ids have 16 bits, {zeros:.0%} are 0 "
-            f"and every other one is at most {upper_halves}: they have 32 or 64. Write "
-            "them as uint16, or prepare the text again"
-        )
-    if ids.max() < COMMON_IDS:
-        raise UserError(
-            f"{path} has no meta.json, and its largest id is {ids.max()}: these are "
-            "not ids of GPT-2 but of characters, say. Prepare the text again"
-        )
 
 
 def read_tokens(folder: str | Path, split: str, verify: bool = False) -> np.ndarray:
@@ -198,7 +127,7 @@ def read_tokens(folder: str | Path, split: str, verify: bool = False) -> np.ndar
                 f"{path} has {path.stat().st_size:,} bytes, but {count:,} tokens need "
                 f"{size:,}: it is damaged; copy it, or {ADVICE}"
             )
-        if verify and sha256 and sha256_file(path) != sha256:
+        if verify and sha256_file(path) != sha256:
             raise UserError(f"{path} does not match its checksum; copy it, or {ADVICE}")
     ids = np.memmap(token_file, dtype, mode="r")
     checked = count if verify else 1
@@ -225,37 +154,53 @@ def spread(count: int, total: int) -> np.ndarray:
     return np.arange(count, dtype=np.int64) * total // max(1, count)
 
 
-class Shuffles:
-    """The orders of the blocks of a data set in its epochs. Those of four are kept: a
-    batch moves on to the next epoch, never back."""
+class Blocks:
+    """Token ids, after `divide` as blocks. Attributes: tokens (all ids), meta (of
+    meta.json), split, folder, of_records, and of blocks block_size and num_blocks."""
 
-    def __init__(self):
-        self.order = functools.lru_cache(maxsize=4)(shuffled)
+    tokenizer: Tokenizer | None = None  # of the ids, where it has been read
+    of_records = False  # whether there are roles (prompts.py)
 
-    def indices(self, seed: int, numbers: np.ndarray, count: int) -> np.ndarray:
-        """Return the numbers of the blocks that sequences read, int64 (B,): sequence n
-        reads block shuffle_e[n % count] of epoch e = n // count."""
-        epochs, places = np.divmod(numbers, count)
-        indices = np.empty_like(places)
-        # Two epochs where a batch straddles them, more if it is larger than the
-        # dataset.
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            order = self.order(seed, int(epoch), count)
-            indices[here] = order[places[here]]
-        return indices
+    def __init__(self, tokens: np.ndarray, meta: Any, split: str, folder: Path):
+        self.tokens = tokens
+        self.meta = meta
+        self.split = split
+        self.folder = folder
+
+    def divide(self, block_size: int) -> None:
+        """Divide the tokens into blocks."""
+        self.block_size = block_size
+        self.num_blocks = self.tokens.size // block_size
+        whole = self.tokens[: self.num_blocks * block_size]
+        self._blocks = whole.reshape(-1, block_size)
+
+    def blocks(self, indices) -> torch.LongTensor:
+        """Return the tokens of the blocks with these numbers (B integers in
+        0 .. num_blocks - 1), LongTensor (B, T)."""
+        import torch
+
+        indices = np.asarray(indices, dtype=np.int64).reshape(-1)
+        if len(indices):
+            assert 0 <= indices.min() <= indices.max() < self.num_blocks, indices
+        tokens = self._blocks[indices].astype(np.int64)
+        return torch.from_numpy(tokens)
+
+    def tail(self) -> torch.LongTensor:
+        """Return the tokens after the last whole block, LongTensor (1, t), t < T."""
+        import torch
+
+        rest = self.tokens[self.num_blocks * self.block_size :]
+        return torch.from_numpy(rest.astype(np.int64))[None]
 
 
-class TokenDataset:
-    """One split of a prepared dataset, as blocks of `block_size` tokens, or of fewer
-    where its examples with prompts are shorter. Attributes: folder, split, meta, tokens
-    (all ids, memory-mapped), of_records, and of blocks block_size and num_blocks.
+class TokenDataset(Blocks):
+    """One split of a prepared dataset, memory-mapped, as blocks of `block_size` tokens,
+    or of fewer where its examples with prompts are shorter.
 
     block_size: None: `divide` gives it later. verify: see `read_tokens`. max_tokens:
     take only blocks of this many tokens, spread over the split; 0: all. Raises
     FileNotFoundError or UserError."""
 
-    tokenizer: Tokenizer | None = None  # of the ids, where it has been read
     end_given = False  # whether the end of a record is given: see `give_end`
 
     def __init__(
@@ -266,13 +211,10 @@ class TokenDataset:
         verify: bool = False,
         max_tokens: int = 0,
     ):
-        self.folder = Path(folder)
-        self.split = split
-        self.meta = load_meta(folder)
-        self.tokens = read_tokens(folder, split, verify)
+        meta = load_meta(folder)
+        super().__init__(read_tokens(folder, split, verify), meta, split, Path(folder))
         self.shift = 0  # not 0 where a run had batches of another size before
-        self.shuffles = Shuffles()
-        entry = self.meta["splits"][split]
+        entry = meta["splits"][split]
         paths = [self.folder / entry["file"]]
         self._sha256 = [entry["sha256"]]
         self.of_records = "roles" in entry
@@ -294,17 +236,11 @@ class TokenDataset:
         packed = self.meta.get("block_size") or block_size
         if protocol == "records" and packed < block_size:
             block_size = packed  # a model may take longer sequences
-        if packed != block_size and protocol == "records":
-            raise UserError(
-                f"{self.folder} is packed into blocks of {packed} tokens (protocol "
-                f"records), not of {block_size}: set the model's block_size to "
-                f"{packed} or more"
-            )
         if packed != block_size:
             raise UserError(
                 f"{self.folder} is packed into blocks of {packed} tokens (protocol "
-                f"{protocol}), not of {block_size}: prepare it again with "
-                f"--block-size {block_size}, or with --protocol full"
+                f"{protocol}), not of {block_size}: set the model's block_size to "
+                f"{packed}, or prepare it again with --block-size {block_size}"
             )
         count = self.tokens.size
         if count < block_size:
@@ -314,10 +250,7 @@ class TokenDataset:
                 "(--model.block-size of train.py, --block-size of others), or prepare "
                 "more text"
             )
-        self.block_size = block_size
-        self.num_blocks = count // block_size
-        whole = self.tokens[: self.num_blocks * block_size]
-        self._blocks = whole.reshape(-1, block_size)
+        super().divide(block_size)
         if self.of_records:
             self._roles = self._all_roles.reshape(-1, block_size)
         if max_tokens:  # a copy in memory
@@ -391,23 +324,10 @@ class TokenDataset:
         return int((self._roles_at(indices) == PREDICTED).sum())
 
     def blocks(self, indices) -> torch.LongTensor:
-        """Return the tokens of the blocks with these numbers (B integers in
-        0 .. num_blocks - 1), LongTensor (B, T)."""
-        import torch
-
+        """Return the tokens of these blocks, as `Blocks` does. Raises UserError or
+        OSError for a file that has changed."""
         self.check_unchanged()
-        indices = np.asarray(indices, dtype=np.int64).reshape(-1)
-        if len(indices):
-            assert 0 <= indices.min() <= indices.max() < self.num_blocks, indices
-        tokens = self._blocks[indices].astype(np.int64)
-        return torch.from_numpy(tokens)
-
-    def tail(self) -> torch.LongTensor:
-        """Return the tokens after the last whole block, LongTensor (1, t), t < T."""
-        import torch
-
-        rest = self.tokens[self.num_blocks * self.block_size :]
-        return torch.from_numpy(rest.astype(np.int64))[None]
+        return super().blocks(indices)
 
     def batch(
         self, seed: int, step: int, rows: range, global_batch: int
@@ -426,10 +346,18 @@ class TokenDataset:
         if len(rows):
             assert 0 <= min(rows) <= max(rows) < global_batch, rows
         sequence = self.shift + step * global_batch + np.asarray(rows, dtype=np.int64)
-        return self.shuffles.indices(seed, sequence, self.num_blocks)
+        epochs, places = np.divmod(sequence, self.num_blocks)
+        indices = np.empty_like(places)
+        # Two epochs where a batch straddles them, more if it is larger than the
+        # dataset.
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            order = shuffled(seed, int(epoch), self.num_blocks)
+            indices[here] = order[places[here]]
+        return indices
 
 
-def file_record(path: Path, sha256: str | None) -> dict:
+def file_record(path: Path, sha256: str) -> dict:
     """Return the checksum, size and times of a file."""
     stat = path.stat()
     return {
@@ -440,29 +368,23 @@ def file_record(path: Path, sha256: str | None) -> dict:
 
 
 def changed_files(before: dict[str, dict], now: dict[str, dict]) -> list[str]:
-    """Return notes on files that hold other data than `before` (`TokenDataset.files`),
-    or have another size or time and no checksum that would show whether they changed.
+    """Return notes on files that hold other data than `before` (`TokenDataset.files`).
     Raises UserError for a file that does not match its checksum."""
     notes = []
     for path, recorded in now.items():
         if recorded == before.get(path):
             continue
-        if not recorded["sha256"]:
-            if path in before:
-                notes.append(
-                    f"{path} has another size or time than when the run last started, "
-                    "and no checksum: see that it is the same"
-                )
-        elif sha256_file(Path(path)) != recorded["sha256"]:
+        if sha256_file(Path(path)) != recorded["sha256"]:
             raise UserError(
                 f"{path} has changed since the run last started: it does not match its "
                 f"checksum; copy it, or {ADVICE}"
             )
-        elif path in before and recorded["sha256"] != before[path]["sha256"]:
+        if path in before and recorded["sha256"] != before[path]["sha256"]:
             notes.append(f"{path} holds other data than when the run last started")
     return notes
 
 
+@functools.lru_cache(maxsize=4)  # a batch moves on to the next epoch, never back
 def shuffled(seed: int, epoch: int, count: int) -> np.ndarray:
     """Return the order of the blocks in an epoch, int64 (count,)."""
     # A sort of raw bits: Generator.permutation may change with numpy's version.

@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -14,19 +14,18 @@ from torch import Tensor
 
 from ..checkpoints import Loaded
 from ..data import loader
-from ..data.loader import TokenDataset
+from ..data.loader import Blocks, TokenDataset
 from ..data.sources import decoded
 from ..data.tokenizers import (
     END_OF_TEXT,
     HUB,
     HubTokenizer,
     get_tokenizer,
-    notes_on_special,
     other_tokenizer,
+    text_bytes,
 )
 from ..orders import Roles
 from ..runtime.errors import UserError
-from ..runtime.files import sha256_file
 from ..runtime.validation import expand_home
 
 
@@ -38,47 +37,25 @@ class SplitOption:
     """Split to score; by default that of the evaluation set, the only one, or val."""
 
 
-class TextRow(NamedTuple):
-    """A block of a text, n tokens."""
-
-    tokens: np.ndarray  # (n,)
-    bytes: np.ndarray  # (n,) of the text, that each token stands for
-    document: int  # number of the text
-
-
-class TextDataset(TokenDataset):
-    """A data set of texts in memory, with no end-of-text but "<|endoftext|>" in them.
-    Each text is cut into blocks, the last of which may be shorter; blocks in which the
-    model can score no token are left out."""
-
-    def __init__(self, texts: list[str], loaded: Loaded, block_size: int):
-        tokenizer = loaded.get_tokenizer()
-        ids = [tokenizer.encode_documents(text) for text in texts]
-        rows = []
-        for document, (text, tokens) in enumerate(zip(texts, ids, strict=True)):
-            counts = tokenizer.text_bytes_of(text, tokens)
-            for start in range(0, len(tokens), block_size):
-                part = slice(start, start + block_size)
-                row = TextRow(tokens[part], counts[part], document)
-                if len(row.tokens) > loaded.scored_from:
-                    rows.append(row)
-        counts_of_special = tokenizer.count_special(texts)
-        del counts_of_special[END_OF_TEXT]  # which is a token here
-        self.notes = notes_on_special(counts_of_special)
-        self.rows = rows  # in the order of the texts
-        self.tokens = np.concatenate(ids)
-        self.folder = Path(loaded.path)
-        self.split = "text"
-        self.of_records = False
-        self._opened = {}
-        self.block_size = block_size
-        self.num_blocks = len(self.rows)
-        sha256 = hashlib.sha256(self.tokens.tobytes()).hexdigest()
-        self.meta = {
-            "tokenizer": loaded.tokenizer,
-            "eot": tokenizer.eot,
-            "splits": {"text": {"tokens": len(self.tokens), "sha256": sha256}},
-        }
+def text_blocks(name: str, text: str, loaded: Loaded) -> Blocks:
+    """Return a text that is not prepared, with no end-of-text but "<|endoftext|>" in
+    it, not yet in blocks."""
+    tokenizer = loaded.get_tokenizer()
+    tokens = tokenizer.encode_documents(text)
+    entry = {
+        "tokens": len(tokens),
+        "sha256": hashlib.sha256(tokens.tobytes()).hexdigest(),
+        "text_bytes": text_bytes(text.replace(END_OF_TEXT, "")),
+        "token_bytes": int(tokenizer.count_bytes(tokens).sum()),
+    }
+    meta = {
+        "tokenizer": loaded.tokenizer,
+        "eot": tokenizer.eot,
+        "splits": {"text": entry},
+    }
+    blocks = Blocks(tokens, meta, "text", Path(name))
+    blocks.tokenizer = tokenizer
+    return blocks
 
 
 @dataclass(frozen=True)
@@ -88,7 +65,7 @@ class EvalSet:
     tokens that are left."""
 
     name: str
-    dataset: TokenDataset
+    dataset: Blocks
     count: int  # N, the rows
 
     def tokens(self, rows: range) -> Tensor:
@@ -109,7 +86,8 @@ class EvalSet:
         without prompts."""
         if not self.dataset.of_records:
             return None
-        return Roles.of(self.dataset.roles(self._chosen[rows]))
+        dataset = cast(TokenDataset, self.dataset)
+        return Roles.of(dataset.roles(self._chosen[rows]))
 
     @cached_property
     def _chosen(self) -> np.ndarray:
@@ -190,55 +168,8 @@ class EvalSet:
                 description[key] = meta[key]
         description["split"] = self.dataset.split
         description["block_size"] = self.dataset.block_size
-        entry = meta["splits"][self.dataset.split]
-        description.update(entry)
-        if not entry["sha256"]:  # nanoGPT has none
-            description["sha256"] = sha256_file(self.dataset.folder / entry["file"])
+        description.update(meta["splits"][self.dataset.split])
         return description
-
-
-@dataclass(frozen=True)
-class TextEvalSet(EvalSet):
-    """An eval set of texts in memory, or of some of their blocks. Each text is a
-    document."""
-
-    dataset: TextDataset
-
-    @cached_property
-    def chosen(self) -> list[TextRow]:
-        """Return the blocks of the rows, spread over the texts."""
-        rows = [self.dataset.rows[i] for i in self._chosen]
-        # Rows of one length are scored together, the longest first.
-        return sorted(rows, key=lambda row: -len(row.tokens))
-
-    def tokens(self, rows: range) -> Tensor:
-        """Return the tokens of these rows, LongTensor (B, T)."""
-        tokens = [row.tokens for row in self.chosen[rows.start : rows.stop]]
-        return torch.from_numpy(np.stack(tokens).astype(np.int64))
-
-    def batch(self, rows: range) -> range:
-        """Return the first of these rows that all have one length."""
-        length = self.lengths[rows.start]
-        differing = (self.lengths[rows.start : rows.stop] != length).nonzero()
-        if len(differing):
-            return rows[: int(differing[0])]
-        return rows
-
-    @cached_property
-    def lengths(self) -> Tensor:
-        """Return the number of tokens of every row, (N,)."""
-        return torch.tensor([len(row.tokens) for row in self.chosen])
-
-    @cached_property
-    def documents(self) -> Tensor:
-        """Return the number of the text of every row, (N,)."""
-        return torch.tensor([row.document for row in self.chosen])
-
-    def mean_bytes(self, first: int) -> float:
-        """Return the mean UTF-8 bytes of text per token, from token `first` of every
-        row on."""
-        counts = [row.bytes[first:] for row in self.chosen]
-        return float(np.concatenate(counts).mean())
 
 
 def comparable(models: list[Loaded]) -> list[Loaded]:
@@ -281,13 +212,14 @@ def open_split(
 
 
 def open_eval_set(
-    dataset: TokenDataset,
+    dataset: Blocks,
     loaded: Loaded,
     max_sequences: int | None = None,
     block_size: int | None = None,
 ) -> EvalSet:
-    """Return an `open_split` in blocks of the model, or of `block_size`. Raises
-    UserError where it is not for this model, or its vocabulary has changed."""
+    """Return an `open_split` or a text in blocks of the model, or of `block_size`.
+    Raises UserError where it is not for this model, its vocabulary has changed, or no
+    token of it can be scored."""
     meta = dataset.meta
     if other_tokenizer(vars(loaded), meta):
         theirs = f"{loaded.tokenizer} tokens"
@@ -301,18 +233,23 @@ def open_eval_set(
         dataset.tokenizer.check(meta.get("tokenizer_sha256"))
     note_on_end(dataset, loaded)  # raises UserError for a run that knows another end
     dataset.divide(block_size or loaded.model.config.block_size)
-    if loaded.record_end is not None:
+    if loaded.record_end is not None and isinstance(dataset, TokenDataset):
         dataset.give_end()
     rows = dataset.num_blocks
     # The protocol sedd drops the rest after all blocks, as published evaluations do.
     if meta.get("protocol", "full") == "full":
         if dataset.tail().shape[1] > loaded.scored_from:
             rows += 1
+    if rows == 0:
+        raise UserError(
+            f"{dataset.folder} has {len(dataset.tokens)} tokens, of which none can be "
+            "scored: give a longer text"
+        )
     count = min(rows, max_sequences or rows)
     return EvalSet(dataset.folder.name, dataset, count)
 
 
-def note_on_end(dataset: TokenDataset, loaded: Loaded) -> str | None:
+def note_on_end(dataset: Blocks, loaded: Loaded) -> str | None:
     """Return a note if documents of a data set end with another id than a model's
     tokenizer says; None where it is the same or not known. Raises UserError for a model
     trained here, which has learned its own."""
@@ -335,31 +272,6 @@ def note_on_end(dataset: TokenDataset, loaded: Loaded) -> str | None:
             f"{shlex.quote(tokenizer.end_token)}"
         )
     return difference
-
-
-def open_texts(
-    name: str,
-    texts: list[str],
-    loaded: Loaded,
-    max_sequences: int | None,
-    block_size: int,
-) -> EvalSet:
-    """Return texts that are not prepared, each a document. Raises UserError where no
-    token of one can be scored."""
-    dataset = TextDataset(texts, loaded, block_size)
-    scored = {row.document for row in dataset.rows}
-    for number, text in enumerate(texts):
-        if number not in scored:
-            place = name
-            if len(texts) > 1:
-                place = f"text {number + 1} of {name}, {text[:40]!r},"
-            count = len(loaded.get_tokenizer().encode_documents(text))
-            raise UserError(
-                f"{place} has {count} tokens, of which none can be scored: give a "
-                "longer text"
-            )
-    count = min(dataset.num_blocks, max_sequences or dataset.num_blocks)
-    return TextEvalSet(name, dataset, count)
 
 
 def read_text(path: str) -> str:
