@@ -888,27 +888,12 @@ def test_a_text_set_of_a_hub_is_prepared_by_its_name(tmp_path, printed):
         ({"name": "stories", "repository": "x/y"}, "stories takes no --repository"),
         ({"name": "stories", "config": "x"}, "stories takes no --config"),
         (
-            {"name": "stories", "alphabet": "AB", "tokenizer": "gpt2"},
-            "stories takes no --alphabet here",
-        ),
-        (
-            {"name": "stories", "alphabet": "ABA", "out": tmp_path / "o"},
-            "--alphabet ABA has a character twice",
+            {"name": "stories", "tokenizer": "alphabet:ABA", "out": tmp_path / "o"},
+            "alphabet:ABA has a character twice",
         ),
     ):
         with pytest.raises(UserError, match=message):
             prepare_module.prepare(prepare_module.Prepare(**words))
-
-
-def test_text8_has_its_published_splits(tmp_path):
-    text = "the cat sat " * 100
-    with zipfile.ZipFile(tmp_path / "text8.zip", "w") as archive:
-        archive.writestr("text8", text)
-    folder = prepared("text8", tmp_path / "out", tmp_path / "text8.zip", tokenizer=None)
-    assert load_meta(folder)["vocab_size"] == 28
-    parts = [documents(folder, split)[0] for split in ("train", "val", "test")]
-    assert [len(part) for part in parts] == [1080, 60, 60]
-    assert "".join(parts) == text
 
 
 def test_books_come_from_their_repository_in_their_splits(tmp_path, monkeypatch):
@@ -940,10 +925,11 @@ def test_an_alphabet_of_ones_own_is_the_vocabulary_of_the_data(tmp_path):
     rng = np.random.default_rng(0)
     proteins = ["".join(rng.choice(list(amino), 50)) for _ in range(40)]
     source = write_jsonl(tmp_path / "proteins.jsonl", proteins)
-    prepared("text", folder, source, alphabet=amino, tokenizer=None)
+    alphabet = f"alphabet:{amino}"
+    prepared("text", folder, source, tokenizer=alphabet)
     meta = load_meta(folder)
     assert meta["vocab_size"] == 21
-    assert meta["tokenizer"] == f"alphabet:{amino}"
+    assert meta["tokenizer"] == alphabet
     assert sorted(documents(folder, "train") + documents(folder, "val")) == sorted(
         proteins
     )
@@ -952,4 +938,4 @@ def test_an_alphabet_of_ones_own_is_the_vocabulary_of_the_data(tmp_path):
     assert tokenizer.decode([1, 0, 20]) == "CA<|endoftext|>"
     source.write_text('{"text": "ACBD"}\n' * 30)
     with pytest.raises(UserError, match="'B' is not in the alphabet 'ACDEF"):
-        prepared("text", tmp_path / "other", source, alphabet=amino, tokenizer=None)
+        prepared("text", tmp_path / "other", source, tokenizer=alphabet)

@@ -391,7 +391,7 @@ def small_commands():
             dataset = prepare.DATASETS[arguments[0]]
             if (dataset.hub or dataset.url) and "--source" not in options:
                 continue  # large, or a download
-            if not options & {"--tokenizer", "--alphabet"}:
+            if "--tokenizer" not in options:
                 more += ["--tokenizer", "english"]
             more += ["--out", f"made{len(shortened)}"]
         if script == "train.py":

@@ -4,7 +4,6 @@ import json
 import os
 import re
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet as parquet_files
 import pytest
@@ -12,7 +11,7 @@ from helpers import documents, needs_gpt2, prepared, write_jsonl, write_rows
 
 from aogpt.data import prepare as prepare_module
 from aogpt.data.catalogue import command_for
-from aogpt.data.loader import find_dataset, load_meta, read_tokens
+from aogpt.data.loader import find_dataset
 from aogpt.data.tokenizers import get_tokenizer
 from aogpt.runtime.errors import UserError
 
@@ -228,42 +227,3 @@ def test_the_hint_for_missing_data_is_a_command_that_makes_it(
         find_dataset(name)
     assert str(error.value).endswith(f"make it with: {command}")
     assert command_for(name) == command
-
-
-def test_the_hint_for_a_folder_or_file_of_texts_prepares_them(tmp_path):
-    (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(FileNotFoundError, match="no meta.json.*--source .*/[*].txt "):
-        find_dataset(tmp_path)
-    with pytest.raises(FileNotFoundError, match="no meta.json.*--source .*a.txt --out"):
-        find_dataset(tmp_path / "a.txt")
-
-
-def write_ids(folder, ids, dtype):
-    folder.mkdir()
-    for split in ("train", "val"):
-        np.asarray(ids, dtype).tofile(folder / f"{split}.bin")
-    return folder
-
-
-@needs_gpt2
-def test_token_files_of_another_width_or_vocabulary_are_refused(tmp_path):
-    ids = get_tokenizer("gpt2").encode(
-        "The old horse was tired, and so they left. " * 40
-    )
-    folder = write_ids(tmp_path / "good", ids, np.uint16)
-    assert read_tokens(folder, "train").tolist() == ids
-    for dtype in (np.uint32, np.int64):
-        folder = write_ids(tmp_path / np.dtype(dtype).name, ids, dtype)
-        with pytest.raises(UserError, match="% are 0 and every other.*32 or 64"):
-            load_meta(folder)
-    # No upper half is 0.
-    folder = write_ids(tmp_path / "large", np.array(ids) + 2**16, np.uint32)
-    with pytest.raises(UserError, match="0% are 0 and every other one is at most 1"):
-        load_meta(folder)
-    letters = np.random.default_rng(0).integers(0, 65, 5000)
-    folder = write_ids(tmp_path / "letters", letters, np.uint16)
-    with pytest.raises(UserError, match="its largest id is 64: these are not"):
-        load_meta(folder)
-    folder = write_ids(tmp_path / "bytes", letters[:4999], np.uint8)
-    with pytest.raises(UserError, match="an odd number of bytes"):
-        load_meta(folder)

@@ -2,11 +2,9 @@
 evaluation sets are those of the published zero-shot perplexities (the SEDD protocol),
 with their splits."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from string import ascii_lowercase
 from typing import Any, Literal
 
 from ..runtime.paths import DATA
@@ -20,7 +18,7 @@ from .sources import (
     local_files,
     read_lines,
 )
-from .tokenizers import ALPHABET, TOKENIZERS
+from .tokenizers import TOKENIZERS
 
 SPLITS = ("train", "val", "test")
 STORIES = DATA / "stories.jsonl.xz"
@@ -127,18 +125,6 @@ def wikitext_row(line: str) -> str:
     return line if line.strip() else ""
 
 
-def text8_splits(corpus: Corpus, splits: tuple[str, ...]) -> dict[str, Corpus]:
-    """Divide text8 into the published splits: 90, 5 and 5 million characters."""
-
-    text = cache(lambda: "".join(corpus.documents))
-
-    def part(split: str) -> Iterator[str]:
-        start, end = {"train": (0, 90), "val": (90, 95), "test": (95, 100)}[split]
-        yield text()[start * len(text()) // 100 : end * len(text()) // 100]
-
-    return {split: Corpus(part(split), corpus.description) for split in splits}
-
-
 DATASETS: dict[str, Dataset] = {
     "stories": Dataset(shipped=(STORIES,), tokenizer="english", val_fraction=0.05),
     "books": Dataset(
@@ -158,25 +144,6 @@ DATASETS: dict[str, Dataset] = {
         readers=ROW_FILES,
         val_fraction=0.0005,
         config="configs/aogpt_small.toml",
-    ),
-    "fineweb_edu": Dataset(
-        source="optional",
-        hub=("HuggingFaceFW/fineweb-edu", "sample-10BT"),
-        readers=ROW_FILES,
-        val_fraction=0.0005,
-    ),
-    "tinystories": Dataset(
-        source="optional",
-        hub=("roneneldan/TinyStories", None),
-        readers=ROW_FILES,
-        val_fraction=0.01,
-    ),
-    "text8": Dataset(
-        source="optional",
-        url="http://mattmahoney.net/dc/text8.zip",
-        readers={".zip": sources.with_datasets("text", sample_by="document")},
-        divide=text8_splits,
-        tokenizer=f"{ALPHABET} {ascii_lowercase}",
     ),
     "wikitext2": evaluation_set(
         36_718,

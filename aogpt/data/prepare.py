@@ -57,8 +57,7 @@ text: your own files, given with --source.
 books: 297 books of English literature, 132 MB; downloaded, or the .zip in --source.
 records: your own prompts and answers, each in a block (docs/data.md).
 hub REPOSITORY: any text on the Hugging Face hub.
-openwebtext (24 GB), fineweb_edu (10B tokens), tinystories: from that hub, or copies.
-text8: 100 million characters of Wikipedia, in the published splits.
+openwebtext: from that hub (24 GB), or a copy.
 {EVALUATION}: evaluation sets of published zero-shot perplexities, detokenised; these
 are downloaded, or local copies in --source."""
 
@@ -91,15 +90,15 @@ class Prepare:
     """text, records: files of the validation split."""
     test: _option(tuple[Path, ...], "FILE ...", "no test split") = ()
     """text, records: files of the test split."""
-    tokenizer: _option(str | None, "gpt2|english|bytes|FILE", "depends on NAME") = None
+    tokenizer: _option(
+        str | None, "gpt2|english|bytes|alphabet:LETTERS|FILE", "depends on NAME"
+    ) = None
     """gpt2: GPT-2's byte-pair encoding. english: a small one of 2048 ids. bytes: UTF-8
-    bytes. FILE: your vocabulary, NAME.tiktoken or tokenizer.json, which is copied into
-    the folder."""
+    bytes. alphabet:ACDEFGHIKLMNPQRSTVWY: each of these characters is a token. FILE:
+    your vocabulary, NAME.tiktoken or tokenizer.json, which is copied into the
+    folder."""
     end_token: _option(str | None, "TOKEN", "what the files beside it say") = None
     """tokenizer.json: the token that ends a document, such as "</s>"."""
-    alphabet: _option(str | None, "LETTERS", "none") = None
-    """Instead of --tokenizer: each of these characters is a token, as
-    ACDEFGHIKLMNPQRSTVWY."""
     field: _option(str | None, "KEY", "text; ptb: sentence; pubmed, arxiv: article") = (
         None
     )
@@ -233,14 +232,11 @@ def with_defaults(args: Prepare, dataset: Dataset) -> Prepare:
     val_fraction = args.val_fraction or dataset.val_fraction
     if args.val or args.split:
         val_fraction = None
-    tokenizer = args.tokenizer or dataset.tokenizer
-    if args.alphabet:
-        tokenizer = tokenizers.ALPHABET + args.alphabet
     return replace(
         args,
         split=args.split or dataset.split,
         protocol=protocol,
-        tokenizer=tokenizer,
+        tokenizer=args.tokenizer or dataset.tokenizer,
         field=args.field or dataset.field,
         val_fraction=val_fraction,
         block_size=block_size,
@@ -268,7 +264,6 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
         "protocol": not of_examples,
         "block_size": is_packed and size in (None, args.block_size),
         "tokenizer": size is None or args.tokenizer == dataset.tokenizer,
-        "alphabet": size is None and args.tokenizer is None,
         "end_token": (args.tokenizer or "").endswith(".json"),
     }
     for option, fits in takes.items():

@@ -250,23 +250,17 @@ def streamed(
             raise UserError(f"{name}: {problem} ({reason_of(error)})") from error
 
 
-def with_datasets(kind: str, **settings: Any) -> Reader:
-    """Return the reader of a kind of file that `datasets` has. settings: of this
-    kind."""
+def read_parquet(path: Path, name: str, reading: Reading) -> Iterator[str]:
+    """Yield a document for each row of a table."""
 
-    def read(path: Path, name: str, reading: Reading) -> Iterator[str]:
-        def load(**options: Any) -> Iterable[dict]:
-            from datasets import load_dataset
+    def load(**options: Any) -> Iterable[dict]:
+        from datasets import load_dataset
 
-            file = glob.escape(str(path.absolute()))
-            return load_dataset(
-                kind, data_files=file, split="train", **settings, **options
-            )
+        file = glob.escape(str(path.absolute()))
+        return load_dataset("parquet", data_files=file, split="train", **options)
 
-        rows = streamed(load, name, f"{kind} cannot be read from it")
-        yield from texts_of(rows, reading, name)
-
-    return read
+    rows = streamed(load, name, "parquet cannot be read from it")
+    yield from texts_of(rows, reading, name)
 
 
 def hub_rows(
@@ -330,7 +324,7 @@ def downloaded_file(
 ROW_FILES: dict[str, Reader] = {
     ".jsonl": read_jsonl,
     ".json": read_json,
-    ".parquet": with_datasets("parquet"),
+    ".parquet": read_parquet,
 }
 TEXT_FILES: dict[str, Reader] = {".txt": read_whole, ".md": read_whole}
 TEXT_FILES.update(ROW_FILES)

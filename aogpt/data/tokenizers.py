@@ -219,7 +219,7 @@ class AlphabetTokenizer(Tokenizer):
 
     def __init__(self, letters: str):
         if len(set(letters)) < len(letters):
-            raise UserError(f"--alphabet {letters} has a character twice")
+            raise UserError(f"{ALPHABET}{letters} has a character twice")
         self.letters = letters
         self.name = ALPHABET + letters
         self.eot = len(letters)

@@ -2,8 +2,9 @@
 
     python docs/examples/substitutions.py MODEL MKTAYIAKQR ACDEFGHIKLMNPQRSTVWY
 
-MODEL has a token per character (prepare.py --alphabet). A score is log p(new letters |
-rest) - log p(old letters | rest), in nats: for two places it is exact, and no sum."""
+MODEL has a token per character (prepare.py --tokenizer alphabet:LETTERS). A score is
+log p(new letters | rest) - log p(old letters | rest), in nats: for two places it is
+exact, and no sum."""
 
 import itertools
 import math
