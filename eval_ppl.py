@@ -13,6 +13,7 @@ import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 # isort: split
 import itertools
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -36,19 +37,19 @@ from aogpt.evaluation.eval_sets import (
 from aogpt.evaluation.likelihood import Scorer, Task
 from aogpt.evaluation.report import likelihood_lines
 from aogpt.model import ModelConfig
-from aogpt.orders import OrderConfig, parse_order, parse_settings
+from aogpt.orders import OrderConfig, parse_order
 from aogpt.runtime.command_line import RunOptions, run_script, show, with_help
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import Outputs, ReportOptions, provenance
 from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.validation import Count, check_values
-from aogpt.sampling.plans import Pace, Rule, RuleScore
+from aogpt.sampling.modes import PlanFunction, parse_mode
+from aogpt.sampling.scores import RuleScore
 
-RULE_SETTINGS = {"threshold": float, "entropy_bound": float, "most": int, "block": int}
-# What --orders can name: orders that are drawn, a rule by which the model chooses, or
+# What --orders can name: orders that are drawn, a mode in which the model chooses, or
 # None, SEDD's bound.
-Meaning = OrderConfig | Rule | None
+Meaning = OrderConfig | PlanFunction | None
 Source = TokenDataset | str  # a prepared data set, or the text of a file
 
 NO_START = (
@@ -77,8 +78,8 @@ class Arguments(RunOptions, ReportOptions, SplitOption):
     fixed_blockwise:block=32,seed=1.
     score_entropy: SEDD's bound.
     confidence, entropy, margin: the order in which the model would decode the text, one
-    pass per step; several positions per step as in confidence:threshold=0.9 or
-    entropy:entropy_bound=0.5, also with most=4,block=32.
+    pass per step, with the arguments of these modes of sample.py, such as
+    confidence:threshold=0.9 or entropy:entropy_bound=0.5,group=4,block=32.
     oracle: the position whose true token is most probable comes next; not a likelihood.
     By default those of l2r and random that the model scores in a single pass."""
     ensemble: tuple[Annotated[int, Interval(ge=1, lt=MAX_MEMBERS)], ...] = (1,)
@@ -103,21 +104,19 @@ def check_arguments(a: Arguments) -> Outputs:
     """Return the files to write. Raises UserError for impossible options, before the
     work begins."""
     check_values(a)
-    if set(a.ensemble) != {1} and (a.group > 1 or a.bound == "iw"):
+    if not a.datasets or () in (a.orders, a.ensemble):
         raise UserError(
-            "ensembles do not combine with --group or --bound iw: leave out --ensemble"
+            "give RUN first, then --datasets, --orders and --ensemble, each with its "
+            "values"
         )
-    if a.other and (set(a.ensemble) != {1} or a.bound == "iw"):
+    if set(a.ensemble) != {1} and a.group > 1:
+        raise UserError("--ensemble does not combine with --group: leave one out")
+    is_used = [set(a.ensemble) != {1}, a.bound == "iw", a.other is not None]
+    if sum(is_used) > 1:
         raise UserError(
-            "two models are compared by mean losses: leave out --ensemble and --bound"
+            "leave out --ensemble or --bound: they do not combine, and two models are "
+            "compared by mean losses"
         )
-    for option in ("orders", "ensemble"):
-        if getattr(a, option) == ():
-            raise UserError(
-                f"--{option} is empty; give RUN first, then --{option} and its values"
-            )
-    if not a.datasets:
-        raise UserError("nothing to score: give RUN first, then --datasets and names")
     names = [Path(name).name for name in a.datasets]
     for name in names:
         if names.count(name) > 1:
@@ -135,39 +134,16 @@ def read_orders(a: Arguments) -> dict[str, Meaning]:
         if text == "score_entropy":
             meanings[text] = None
         elif text.partition(":")[0] in get_args(RuleScore):
-            meanings[text] = parse_rule(text, a.group)
+            # The oracle, which is no mode, has the arguments of one.
+            mode = parse_mode(text.replace("oracle", "confidence", 1), "--orders")
+            if text.startswith("oracle"):
+                mode = partial(mode, by="oracle")
+            if a.group > 1:
+                mode = partial(mode, group=a.group)
+            meanings[text] = mode
         else:
-            try:
-                meanings[text] = parse_order(text, "--orders")
-            except UserError as error:
-                scores = ", ".join(get_args(RuleScore))
-                raise UserError(
-                    f"{error} (--orders also takes {scores} and score_entropy)"
-                ) from None
+            meanings[text] = parse_order(text, "--orders")
     return meanings
-
-
-def parse_rule(text: str, group: int) -> Rule:
-    """Return the decoding order that `confidence` or `confidence:setting=value,...`
-    means."""
-    score, values = parse_settings(text, RULE_SETTINGS, "threshold=0.9", "--orders")
-    block = values.pop("block", None)
-    if block is not None and block < 1:
-        raise UserError(
-            f"--orders {text}: block is {block}; give a number of at least 1"
-        )
-    if not values:
-        return Rule(score, block=block)
-    if group > 1:
-        raise UserError(
-            f"--orders {text}: leave out --group, or write most={group} here"
-        )
-    pace = Pace(
-        threshold=values.get("threshold"),
-        entropy_bound=values.get("entropy_bound"),
-        most=values.get("most"),
-    )
-    return Rule(score, pace, block)
 
 
 def is_text_file(name: str) -> bool:
@@ -212,17 +188,13 @@ def scorers_of(
                     raise
                 raise UserError(f"{run}: {error}") from None
             scorers[name].append(scorer)
-    all_scorers = [scorer for of_name in scorers.values() for scorer in of_name]
-    if set(a.ensemble) != {1} and not any(
-        scorer.ensembles != (1,) for scorer in all_scorers
-    ):
+    all_scorers = list(itertools.chain(*scorers.values()))
+    lacks_ensembles = not any(scorer.larger_ensembles for scorer in all_scorers)
+    lacks_weights = not any(scorer.weighted for scorer in all_scorers)
+    if (max(a.ensemble) > 1 and lacks_ensembles) or (a.bound == "iw" and lacks_weights):
         raise UserError(
-            "ensembles are for any-order decoders, along random orders: leave out "
-            "--ensemble, or give --orders random"
-        )
-    if a.bound == "iw" and not any(scorer.weighted for scorer in all_scorers):
-        raise UserError(
-            "--bound iw needs several random orders of a decoder: give other --orders"
+            "--ensemble and --bound iw are for any-order decoders along random orders: "
+            "leave them out, or give --orders random"
         )
     return scorers
 
@@ -240,21 +212,19 @@ def default_orders(config: ModelConfig) -> tuple[str, ...]:
 
 def scorer_of(name: str, meaning: Meaning, a: Arguments, config: ModelConfig) -> Scorer:
     """Return how a model scores along one of --orders."""
+    is_l2r = isinstance(meaning, OrderConfig) and meaning.kind == "l2r"
+    is_known = config.noise if meaning is None else is_l2r or not config.l2r_only
+    if not is_known:
+        raise UserError(
+            f"this model has no order {name!r}; leave out --orders, or give "
+            f"{' or '.join(default_orders(config))}"
+        )
     if a.group > 1 and (config.l2r_only or meaning is None):
         raise UserError("--group is for any-order models: leave it out")
     if meaning is None:
-        if not config.noise:
-            raise UserError(
-                "--orders score_entropy is the bound of SEDD; this is another model"
-            )
         return Scorer(joint=True)
-    is_l2r = isinstance(meaning, OrderConfig) and meaning.kind == "l2r"
-    if config.l2r_only and not is_l2r:
-        raise UserError(
-            f"this model is a plain GPT and has no {name!r} order; give --orders l2r"
-        )
-    if isinstance(meaning, Rule):
-        return Scorer(rule=meaning, group=a.group)
+    if not isinstance(meaning, OrderConfig):
+        return Scorer(mode=meaning, group=a.group)
     is_uniform = meaning.kind == "random"
     is_elbo = is_uniform and config.is_encoder and a.group == 1
     sizes = (1,)

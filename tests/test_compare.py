@@ -231,13 +231,13 @@ def test_what_cannot_be_compared_or_scored_is_told(
         ([run, raw, "third", "--datasets", data], "third"),
         (
             [run, raw, "--datasets", data, "--ensemble", 1, 4],
-            "leave out --ensemble and --bound",
+            "leave out --ensemble or --bound",
         ),
         (
             [run, raw, "--datasets", data, "--bound", "iw"],
-            "leave out --ensemble and --bound",
+            "leave out --ensemble or --bound",
         ),
-        ([run, raw], "give RUN first, then --datasets and names"),
+        ([run, raw], "give RUN first, then --datasets"),
         (
             [run, "--datasets", tmp_path / "empty.txt"],
             "empty.txt has 0 tokens, of which none can be scored: give a longer text",

@@ -286,12 +286,10 @@ def test_files_are_checked_by_size_always_and_by_checksum_when_asked(data, tmp_p
         file.write_bytes(original)
         flip_byte(file, 2 * rng.randrange(len(original) // 2), rng.randrange(1, 256))
         TokenDataset(folder, "train", 16)
-        with pytest.raises(UserError, match="train.bin does not match its checksum"):
+        with pytest.raises(UserError, match="train.bin is damaged: .*checksum"):
             TokenDataset(folder, "train", 16, verify=True)
     file.write_bytes(original[:-2])
-    with pytest.raises(
-        UserError, match="train.bin has .* bytes, but .* tokens need .* damaged"
-    ):
+    with pytest.raises(UserError, match="train.bin is damaged: "):
         TokenDataset(folder, "train", 16)
     file.unlink()
     with pytest.raises(FileNotFoundError, match="train.bin"):
@@ -472,17 +470,6 @@ def test_a_vocabulary_of_ones_own_goes_from_the_data_to_the_run_and_its_export(
         open_eval_set(open_split(data, None), loaded)
     with pytest.raises(UserError, match="data.tokenizer"):
         train.train(config, ALONE)
-
-
-def test_data_is_found_by_name_in_training_as_in_evaluation(
-    tmp_path, monkeypatch, data
-):
-    monkeypatch.setattr(loader, "DATA", tmp_path)
-    shutil.copytree(data, tmp_path / "words")
-    monkeypatch.chdir(data)
-    config = tiny_config("words", tmp_path / "out", steps=5)
-    train.train(config, ALONE)
-    assert store.find(config.run_folder)
 
 
 def test_training_on_fewer_tokens_takes_blocks_spread_over_the_split(tmp_path):

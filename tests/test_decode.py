@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import re
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -56,7 +57,7 @@ from aogpt.sampling import (
     token_choice,
 )
 from aogpt.sampling.batch import Batch
-from aogpt.sampling.plans import Pace, Rule
+from aogpt.sampling.plans import score_plan
 from aogpt.sampling.scores import best_first
 from aogpt.scoring import masked_log_probs, token_log_probs
 
@@ -472,12 +473,14 @@ def test_forced_texts_have_the_probabilities_that_decoding_draws_them_with(
         torch.testing.assert_close(p, expected, rtol=1e-5, atol=1e-8)
 
 
-OWN_ORDERS = {  # how many positions a step predicts: group, pace, block
-    "one": (1, None, None),
-    "two": (2, None, None),
-    "two of a block": (2, None, 3),
-    "threshold": (1, Pace(threshold=0.4), None),
-    "entropy bound in a block": (1, Pace(entropy_bound=1.0, most=3), 2),
+OWN_ORDERS = {  # how many positions a step predicts
+    "one": score_plan,
+    "two": partial(score_plan, group=2),
+    "two of a block": partial(score_plan, group=2, block=3),
+    "threshold": partial(score_plan, threshold=0.4),
+    "entropy bound in a block": partial(
+        score_plan, entropy_bound=1.0, group=3, block=2
+    ),
 }
 OF_OWN_ORDERS = [
     "AO-GPT",
@@ -503,12 +506,11 @@ def test_likelihoods_in_the_models_own_order_sum_to_one(system, steps, score):
     """Also where a token of each record is given: then for each value of it."""
     model = enumerated(system, 5)[0]
     sequences = all_sequences(V, N)
-    group, pace, block = OWN_ORDERS[steps]
-    rule = Rule(score, pace, block)
-    nll = decoding_nll(model, sequences, rule, group)
+    mode = partial(OWN_ORDERS[steps], by=score)
+    nll = decoding_nll(model, sequences, mode)
     assert abs(nll.values.sum(dim=1).neg().exp().sum().item() - 1) < 1e-6
     roles = Roles.of(torch.tensor([0, 1, 0, 0]).expand(len(sequences), N))
-    nll = decoding_nll(model, sequences, rule, group, roles)
+    nll = decoding_nll(model, sequences, mode, roles)
     assert torch.equal(nll.scored, roles.predicted)
     for token in range(V):
         p = nll.values.sum(dim=1)[sequences[:, 1] == token].neg().exp()
@@ -530,11 +532,10 @@ def test_the_oracle_order_is_greedy_on_the_truth_and_no_likelihood(system, group
             for target in now:
                 expected[i, target] = -math.log(p[target])
             context += tuple(now)
-    nll = decoding_nll(model, sequences, Rule("oracle"), group)
+    mode = partial(score_plan, by="oracle", group=group)
+    nll = decoding_nll(model, sequences, mode)
     torch.testing.assert_close(nll.values, expected, rtol=1e-5, atol=1e-6)
     assert abs(nll.values.sum(dim=1).neg().exp().sum().item() - 1) > 1e-3
-    nll = decoding_nll(model, sequences, Rule("oracle", Pace(most=group)), 1)
-    torch.testing.assert_close(nll.values, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -19,7 +19,6 @@ from helpers import (
     prepared,
     tiny_config,
     torchrun,
-    write_jsonl,
     write_rows,
 )
 from reference import logits_given, order_through
@@ -38,7 +37,6 @@ from aogpt.orders import OrderConfig, orders_at
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.randomness import SCORED_ORDERS
 from aogpt.scoring import masked_log_probs, token_log_probs
-from convert import convert
 
 
 @pytest.fixture
@@ -115,26 +113,6 @@ def test_the_numbers_are_those_of_the_model_computed_directly(
         assert result["draws"] == draws
 
 
-def test_the_interval_is_that_by_document_where_it_is_wider(evaluate, run, tmp_path):
-    # end-of-text makes a block of two
-    texts = [letter * 15 * LENGTH for letter in "aeiou"]
-    source = write_jsonl(tmp_path / "letters.jsonl", texts)
-    prepared("text", tmp_path / "data", source, split="val")
-    [result] = evaluate("--orders l2r", datasets=[tmp_path / "data"])["results"]
-    losses = direct(run, tmp_path / "data", "l2r", draws=1, seed=0, count=75)
-    nll = losses.mean(axis=(1, 2))
-    sums = (nll - nll.mean()).reshape(5, 15).sum(axis=1)
-    error = math.sqrt((sums**2).sum() * 5 / 4) / 75
-    assert result["documents"] == 5
-    # and a tail of 5 tokens
-    assert result["document_error"] == pytest.approx(error, rel=0.1)
-    assert result["document_error"] > 2 * result["standard_error"]
-    low, high = result["perplexity_95"]
-    half_width = math.log(high / low) / 2
-    expected = 2.776445 * result["document_error"]
-    assert half_width == pytest.approx(expected, rel=1e-5)
-
-
 def test_orders_of_any_distribution(evaluate):
     orders = "mixture:l2r_prob=1 mixture:l2r_prob=0.0 fixed_random:seed=4 l2r random"
     results = by_name(evaluate(f"--max-sequences 9 --orders {orders}"))
@@ -203,24 +181,6 @@ def test_what_is_left_after_the_last_block_counts(evaluate, run, left_over, tmp_
     assert results["random", 2]["gain"] > 0
 
 
-def test_without_a_start_token_the_first_is_not_scored(evaluate, plain, data, tmp_path):
-    """An export that says so, as one of GPT-2 does."""
-    export = tmp_path / "export"
-    convert(str(plain), export)
-    settings = json.loads((export / "config.json").read_text())
-    settings["scored_from"] = 1
-    settings["sha256"] = store.digest(settings)
-    (export / "config.json").write_text(json.dumps(settings))
-    report = evaluate("--max-sequences 5", path=export)
-    (result,) = report["results"]
-    note = "the first token of a block is not scored"
-    assert f"{note}, except after a prompt: {export}" in report["terminal"]
-    assert note not in evaluate("--max-sequences 5", path=plain)["terminal"]
-    expected = direct(plain, data, "l2r", draws=1, seed=0, count=5)[:, 0]
-    assert result["nll"] == pytest.approx(expected[:, 1:].mean(), rel=1e-6)
-    assert result["tokens"] == 5 * (LENGTH - 1)
-
-
 def test_weighted_bounds_are_those_of_the_losses(evaluate, run, data):
     report = evaluate("--orders l2r random --num-orders 4 --max-sequences 9 --bound iw")
     of_tokens = direct(run, data, "random", draws=4, seed=0, count=9)
@@ -273,7 +233,7 @@ def test_a_text_is_scored_in_the_order_that_the_model_would_decode_it_in(
 ):
     """Against a loop without a cache: all that is left, the most certain first;
     float32."""
-    paced = ["confidence:threshold=1.0", "entropy:most=2,block=8"]
+    paced = ["confidence:threshold=1.0", "entropy:group=2,block=8"]
     report = by_name(evaluate("--max-sequences 3 --orders confidence margin", *paced))
     model = load_model(run)
     total = {"confidence": 0.0, "margin": 0.0}
@@ -442,7 +402,7 @@ def test_only_what_is_not_sampled_is_called_exact():
     assert monte_carlo(row) == "exact"
     sampled = {"orders": "infill", "exact": False, "monte_carlo_error": 0.0}
     assert monte_carlo(sampled) == 0
-    for oracle in ("oracle", "oracle:most=4"):  # no likelihood
+    for oracle in ("oracle", "oracle:group=4"):  # no likelihood
         row["orders"] = oracle
         assert monte_carlo(row) == "none"
 
@@ -493,16 +453,12 @@ def test_a_model_has_the_orders_that_it_knows_and_no_others(
         (
             plain,
             "--orders random",
-            "is a plain GPT and has no 'random' order; give --orders l2r",
+            "no order 'random'; leave out --orders, or give l2r",
         ),
         (plain, "--group 2", "--group is for any-order models"),
-        (encoder, "--orders score_entropy", "score_entropy is the bound of SEDD"),
-        (encoder, "--ensemble 1 8", "ensembles are for any-order decoders"),
-        (
-            encoder,
-            "--bound iw --num-orders 2",
-            "needs several random orders of a decoder",
-        ),
+        (encoder, "--orders score_entropy", "no order 'score_entropy'"),
+        (encoder, "--ensemble 1 8", "--ensemble and --bound iw are for any-order dec"),
+        (encoder, "--bound iw --num-orders 2", "--bound iw are for any-order decoders"),
     ):
         arguments = ["--datasets", data, *options.split()]
         assert words in mistake(eval_ppl, path, *arguments)
@@ -513,12 +469,9 @@ def test_a_bad_option_ends_with_status_2_and_a_message(mistake, run, data):
         ("--split tset", "no split 'tset'"),
         ("--datasets lm1b", "python data/prepare.py lm1b"),
         ("--orders fixed_blockwise:blocks=3", "'blocks' is not a setting"),
-        (
-            "--orders confidence:threshold=0.9 --group 2",
-            "leave out --group, or write most=2",
-        ),
+        ("--orders confidence:block=0", "--orders confidence:block=0: block is 0"),
         ("--orders fixed_blockwise:block=17", "order.block 17 exceeds the blocks of"),
-        ("--ensemble 8 --group 2", "leave out --ensemble"),
+        ("--ensemble 8 --group 2", "--ensemble does not combine with --group"),
         ("--json table.md", "name the same file"),
     ):
         datasets = [] if "--datasets" in options else ["--datasets", data]

@@ -212,9 +212,11 @@ def test_a_score_of_positions_is_a_function_and_a_row(project):
 from aogpt.model import AOGPT, ModelConfig
 from aogpt.sampling import modes
 from aogpt.evaluation.report import orders_of
-from eval_ppl import parse_rule
+from eval_ppl import Arguments, read_orders
 
-assert parse_rule("id_zero:threshold=9", group=1).pace.threshold == 9
+words = "id_zero:threshold=9"
+arguments = Arguments(run="", orders=(words,))
+assert read_orders(arguments)[words](modes.example_samples()).pace.threshold == 9
 row = {"orders": "id_zero", "group": 1, "bound": "mean"}
 assert orders_of(row) == "the model's, by id_zero"
 config = ModelConfig(vocab_size=8, block_size=8, n_layer=1, n_head=1, n_embd=8)

@@ -100,7 +100,7 @@ def test_a_table_leaves_nothing_behind(tmp_path, monkeypatch):
 def test_nulls_in_a_table_are_bad_rows(tmp_path):
     path = tmp_path / "a.parquet"
     parquet_files.write_table(pyarrow.table({"text": ["one", None, "two"]}), path)
-    with pytest.raises(UserError, match="a.parquet row 2: .*holds NoneType"):
+    with pytest.raises(UserError, match="a.parquet row 2: .*.NoneType"):
         prepared("text", tmp_path / "o", path, split="test")
 
 
@@ -204,15 +204,10 @@ def test_a_folder_to_write_that_cannot_be_one_is_a_message(tmp_path):
 @pytest.mark.parametrize(
     ("name", "command"),
     [
-        ("data/openwebtext", "python data/prepare.py openwebtext"),
         ("ptb", "python data/prepare.py ptb"),
         (
             "data/stories_bytes",
             "python data/prepare.py stories --tokenizer bytes --out data/stories_bytes",
-        ),
-        (
-            "data/books_english",
-            "python data/prepare.py books --tokenizer english --out data/books_english",
         ),
         ("data/own", "python data/prepare.py text --source FILE ... --out data/own"),
         ("/d/openwebtext", "python data/prepare.py openwebtext --out /d/openwebtext"),

@@ -270,15 +270,6 @@ def test_a_run_keeps_its_end_of_text_and_is_scored_with_it(
     assert f"documents of {second} end with id 257" in said[second]
 
 
-def test_the_end_of_text_of_a_run_without_its_tokenizer_is_unknown(two_ends, tmp_path):
-    first, second = two_ends
-    config = tiny_config(first, tmp_path / "out", steps=5)
-    config = change(config, model__vocab_size=259)
-    train.train(config, ALONE)
-    (config.run_folder / "tokenizer.json").unlink()
-    open_eval_set(open_split(second, None), load(config.run_folder))
-
-
 TEXTS = ["", "a", "the cat. ", "  two spaces", "naïve 🤖", "\n\nlines\n", "a\ud800b"]
 
 
@@ -314,17 +305,6 @@ def test_documents_are_read_back_as_they_were_written(tmp_path, make):
     assert tokenizer.encode_documents(text).tolist() == ids
     of_text = tokenizer.text_bytes_of(text, np.array(ids))
     assert of_text.sum() == len("a b ab")
-
-
-@pytest.mark.parametrize(
-    "name", ["bytes", "english", pytest.param("gpt2", marks=needs_gpt2)]
-)
-def test_the_bytes_of_ids_of_our_own_tokenizers(name):
-    tokenizer = get_tokenizer(name)
-    for text in TEXTS:
-        ids = tokenizer.encode_array(text)
-        assert tokenizer.count_bytes(ids).sum() == text_bytes(text), repr(text)
-    assert text_bytes("a\ud800b") == len("a\ufffdb".encode())
 
 
 def test_a_tokenizer_that_loses_text_is_told_and_its_bytes_are_the_texts(
@@ -391,23 +371,6 @@ def test_gpt2s_own_tokenizer_json_is_known_from_others(tmp_path):
     tokenizer.normalizer = tokenizers.normalizers.Lowercase()
     assert not is_gpt2s(get_tokenizer(str(saved(tokenizer, tmp_path / "lower"))))
     assert not is_gpt2s(get_tokenizer(str(saved(of_bytes(), tmp_path / "bytes"))))
-
-
-@pytest.mark.parametrize("make", [of_bytes, of_words, lossy])
-def test_bits_per_byte_are_of_the_bytes_of_the_text(tmp_path, make):
-    """The bytes of the whole split, whatever the tokenizer adds or loses."""
-    path = saved(make(), tmp_path / "model")
-    texts = ["the cat.", "a café", "No", " x"] * 9
-    source = write_jsonl(tmp_path / "a.jsonl", texts)
-    out = prepared("text", tmp_path / "o", source, tokenizer=str(path), split="val")
-    data = open_split(out, "val")
-    data.divide(4)
-    rows = data.num_blocks + int(data.tail().numel() > 0)
-    whole = EvalSet("o", data, rows)
-    total = whole.mean_bytes(0) * data.tokens.size
-    assert total == pytest.approx(sum(map(text_bytes, texts)))
-    part = EvalSet("o", data, data.num_blocks - 1)
-    assert part.mean_bytes(0) == pytest.approx(whole.mean_bytes(0), rel=0.05)
 
 
 NAMES = [

@@ -122,13 +122,12 @@ def read_tokens(folder: str | Path, split: str, verify: bool = False) -> np.ndar
     if roles := entry.get("roles"):
         files.append((token_file.with_name(roles["file"]), roles["sha256"], count))
     for path, sha256, size in files:
-        if path.stat().st_size != size:
+        is_whole = path.stat().st_size == size
+        if not is_whole or (verify and sha256_file(path) != sha256):
             raise UserError(
-                f"{path} has {path.stat().st_size:,} bytes, but {count:,} tokens need "
-                f"{size:,}: it is damaged; copy it, or {ADVICE}"
+                f"{path} is damaged: it does not match its size or checksum in "
+                f"meta.json; copy it, or {ADVICE}"
             )
-        if verify and sha256_file(path) != sha256:
-            raise UserError(f"{path} does not match its checksum; copy it, or {ADVICE}")
     ids = np.memmap(token_file, dtype, mode="r")
     checked = count if verify else 1
     for start in range(0, checked, IDS_AT_ONCE):

@@ -62,11 +62,6 @@ openwebtext: from that hub (24 GB), or a copy.
 are downloaded, or local copies in --source."""
 
 
-def _option(kind: Any, metavar: str, default: str) -> Any:
-    hint = f"(default: {default})"
-    return Annotated[kind, tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)]
-
-
 @dataclass(frozen=True)
 class Prepare:
     """The command line of this script."""
@@ -76,54 +71,51 @@ class Prepare:
         str, tyro.conf.Positional, tyro.conf.arg(metavar="[REPOSITORY]")
     ] = ""
     """hub: OWNER/NAME, or a local copy; --field names the field that holds the text."""
-    config: _option(str | None, "NAME", "the only one") = None
-    """hub: the configuration of the repository."""
-    out: _option(Path | None, "DIR", "data/NAME in the project") = None
-    """Folder to write."""
-    source: _option(tuple[Path, ...], "FILE ...", "none") = ()
+    config: str | None = None
+    """hub: the configuration of the repository; by default the only one."""
+    out: Path | None = None
+    """Folder to write; by default data/NAME in the project."""
+    source: tuple[Path, ...] = ()
     """Files, folders, or patterns such as "texts/**/*.txt".
     .jsonl, .json (a list), .parquet: a document a row;
     text: also .txt and .md files, one document each;
     wikitext: also .txt .tokens .raw, ptb: .txt, lm1b: .txt, news.en.*; a row a line.
     All but .parquet can end in .gz or .xz, too."""
-    val: _option(tuple[Path, ...], "FILE ...", "a share of the documents") = ()
-    """text, records: files of the validation split."""
-    test: _option(tuple[Path, ...], "FILE ...", "no test split") = ()
+    val: tuple[Path, ...] = ()
+    """text, records: files of the validation split; by default a share of the
+    documents."""
+    test: tuple[Path, ...] = ()
     """text, records: files of the test split."""
-    tokenizer: _option(
-        str | None, "gpt2|english|bytes|alphabet:LETTERS|FILE", "depends on NAME"
-    ) = None
-    """gpt2: GPT-2's byte-pair encoding. english: a small one of 2048 ids. bytes: UTF-8
-    bytes. alphabet:ACDEFGHIKLMNPQRSTVWY: each of these characters is a token. FILE:
-    your vocabulary, NAME.tiktoken or tokenizer.json, which is copied into the
+    tokenizer: str | None = None
+    """gpt2: GPT-2's byte-pair encoding, the usual default. english: a small one of 2048
+    ids. bytes: UTF-8 bytes. alphabet:ACDEFGHIKLMNPQRSTVWY: each of these characters is
+    a token. Or a file, NAME.tiktoken or tokenizer.json, which is copied into the
     folder."""
-    end_token: _option(str | None, "TOKEN", "what the files beside it say") = None
-    """tokenizer.json: the token that ends a document, such as "</s>"."""
-    field: _option(str | None, "KEY", "text; ptb: sentence; pubmed, arxiv: article") = (
-        None
-    )
-    """Field that holds the text in a row."""
-    prompt_field: _option(str | None, "KEY", "prompt, where a row has one") = None
-    """records: field that holds the prompt in a row."""
+    end_token: str | None = None
+    """tokenizer.json: the token that ends a document, such as "</s>"; by default what
+    the files beside it say."""
+    field: str | None = None
+    """Field that holds the text in a row: by default "text"; ptb: "sentence"; pubmed,
+    arxiv: "article"."""
+    prompt_field: str | None = None
+    """records: field that holds the prompt in a row; by default "prompt", where a row
+    has one."""
     skip_long: bool = False
     """records: skip those that are longer than a block."""
-    split: _option(str | None, "train|val|test", "the published one") = None
-    """Evaluation sets: the split to download, or which --source is.
+    split: str | None = None
+    """Evaluation sets: the split (train, val, test) to download, or which --source is.
     Others: write all documents to this split."""
-    protocol: _option(
-        Literal["sedd", "full"] | None, "sedd|full", "full; evaluation: sedd"
-    ) = None
-    """sedd: 8 shards; groups of 1,000 rows make blocks, rests dropped; as published.
-    full: documents end to end, nothing dropped."""
-    block_size: _option(BlockSize | None, "N", f"{DEFAULT_BLOCK_SIZE}") = None
-    """sedd: tokens of a block, which must be the model's.
+    protocol: Literal["sedd", "full"] | None = None
+    """sedd, for evaluation sets: 8 shards; groups of 1,000 rows make blocks, rests
+    dropped; as published.
+    full, for others: documents end to end, nothing dropped."""
+    block_size: BlockSize | None = None
+    """sedd: tokens of a block, which must be the model's; by default 1024.
     records: tokens of a block, more than the longest record has."""
-    val_fraction: _option(ValFraction | None, "SHARE", "0.05; openwebtext: 0.0005") = (
-        None
-    )
-    """Share of the documents for validation: a random one of every 1/SHARE in a row; of
-    a single document, its end."""
-    limit: _option(Count | None, "N", "all") = None
+    val_fraction: ValFraction | None = None
+    """Share of the documents for validation, 0.05 (openwebtext: 0.0005): a random one
+    of every 1/SHARE in a row; of a single document, its end."""
+    limit: Count | None = None
     """Use the first N documents only (validation share included), for a trial."""
     overwrite: bool = False
     """Replace the dataset in the output folder; it stays until the new one is

@@ -12,7 +12,6 @@ import glob
 import gzip
 import hashlib
 import io
-import json
 import logging
 import lzma
 import shutil
@@ -193,15 +192,11 @@ def read_json(path: Path, name: str, reading: Reading) -> Iterator[str]:
         content = file.read()
     try:
         values = parse_json(content)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":
+    except (ValueError, RecursionError) as error:
+        if str(error).startswith("Extra data"):
             yield from read_jsonl(path, name, reading)
             return
-        raise UserError(
-            f"{name} line {error.lineno}: this is not JSON ({error.msg})"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{name}: this is not JSON ({reason_of(error)})") from None
+        raise UserError(f"{name}: this is not JSON ({error})") from None
     if not isinstance(values, list):  # JSON lines of one line
         values = [values]
     yield from texts_of(values, reading, name)
@@ -210,14 +205,12 @@ def read_json(path: Path, name: str, reading: Reading) -> Iterator[str]:
 def text_of(row: dict, field: str, place: str, option: str = "--field") -> str:
     """Return the text in a field of a row. Raises UserError, which begins with
     `place`."""
-    if field not in row:
-        fields = ", ".join(map(repr, row)) or "(none)"
+    text = row.get(field)
+    if not isinstance(text, str):
+        types = [f"{key!r} ({type(value).__name__})" for key, value in row.items()]
         raise UserError(
-            f"{place}: no field {field!r}, but {fields}; choose one with {option}"
-        )
-    if not isinstance(text := row[field], str):
-        raise UserError(
-            f"{place}: the field {field!r} holds {type(text).__name__}, not a string"
+            f"{place}: no text in the field {field!r}, but {', '.join(types)}; choose "
+            f"one with {option}"
         )
     return text
 

@@ -5,8 +5,9 @@ N sequences of a set, B in a batch, T tokens in a block, D Monte Carlo samples
 (`draws`)."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,8 @@ from ..runtime.devices import out_of_memory, release_memory, tf32
 from ..runtime.processes import Processes
 from ..runtime.randomness import SCORED_ORDERS
 from ..sampling.engine import Engine
-from ..sampling.plans import Pace, Rule, Samples, order_plan
+from ..sampling.modes import PlanFunction
+from ..sampling.plans import Samples
 from ..sampling.records import end_first
 from ..scoring import group_starts, known_from, masked_log_probs, token_log_probs
 from .ensembles import cheap_gains
@@ -129,12 +131,12 @@ def token_nll(
 class Scorer:
     """A kind of likelihood of text under a model: along each order drawn from a
     distribution (for encoders under uniform orders the any-order ELBO, from random
-    masks), along the order in which the model itself would decode the text (a rule:
-    DUEL), or, without orders and rule, SEDD's own bound. (Along orders SEDD's outputs
-    are taken as probabilities.)"""
+    masks), along the order in which the model itself would decode the text (a mode by a
+    score: DUEL), or, without orders and mode, SEDD's own bound. (Along orders SEDD's
+    outputs are taken as probabilities.)"""
 
     orders: OrderConfig | None = None
-    rule: Rule | None = None
+    mode: PlanFunction | None = None
     group: int = 1  # steps that are predicted at once
     ensembles: tuple[int, ...] = (1,)  # rising sizes, above 1 under uniform orders only
     weighted: bool = False  # the importance-weighted bound over all draws
@@ -144,7 +146,7 @@ class Scorer:
     @property
     def exact(self) -> bool:
         """Return whether nothing is random."""
-        if self.rule is not None:
+        if self.mode is not None:
             return True
         return self.orders is not None and self.orders.is_fixed
 
@@ -162,8 +164,8 @@ class Scorer:
     ) -> TokenNLL:
         """Return -log p of every token. draw: (seed, number of the draw, rows, total of
         rows)."""
-        if self.rule is not None:
-            return decoding_nll(loaded.model, tokens, self.rule, self.group, roles)
+        if self.mode is not None:
+            return decoding_nll(loaded.model, tokens, self.mode, roles)
         seed, number, rows, total = draw
         if self.orders is not None:
             return token_nll(
@@ -186,29 +188,26 @@ class Scorer:
 
 
 def decoding_nll(
-    model: AOGPT, tokens: Tensor, rule: Rule, group: int, roles: Roles | None = None
+    model: AOGPT, tokens: Tensor, mode: PlanFunction, roles: Roles | None = None
 ) -> TokenNLL:
     """Return -log p of every token along the order in which the model would decode the
     text if it drew these tokens. Tokens that are not predicted are not scored.
 
-    The rule picks the next positions, `group` of them if it has no pace. The product
-    along this order is a normalised likelihood: that of decoding at temperature 1
-    (DUEL, arXiv 2603.01367)."""
+    mode: `score_plan` with its arguments. The product along this order is a normalised
+    likelihood: that of decoding at temperature 1 (DUEL, arXiv 2603.01367)."""
     B, T = tokens.shape
     length = torch.full((B,), T)
     given = None
+    longest = T
     if roles is not None:
         length = roles.lengths
         longest = int(length.max())
         given = roles.given[:, :longest]
-    # Equals are taken from left to right.
-    plan = order_plan(Samples(B, length, given=given), "l2r", group)
+    # In place of random numbers, so that equals are taken from left to right.
+    rising = torch.arange(longest, dtype=torch.float64) / longest
+    plan = mode(Samples(B, length, rising.expand(B, longest), given=given))
     if roles is not None and roles.end is not None and roles.end.any():
         plan = end_first(plan)
-    pace = rule.pace
-    if pace is None and rule.block:
-        pace = Pace(most=group)
-    plan = replace(plan, pace=pace, block=rule.block, unmask_by=rule.score)
     width = plan.order.shape[1]
     texts = tokens[:, :width].cpu()
     decoded = Engine(model).generate(plan, texts, forced=texts)
@@ -267,26 +266,35 @@ class BatchRunner:
         work: a function of the tokens (B, T) and the row numbers of a batch that
         returns its results (B, ...). dtype: of this run alone."""
         eval_set = task.eval_set
-        parts = []
+        device = self.procs.device
+        dtype = dtype or self.dtype
         share = self.procs.share(eval_set.count)
-        title = visible(f"{eval_set.name} {task.name}")
         progress = tqdm(
             total=len(share),
-            desc=title,
+            desc=visible(f"{eval_set.name} {task.name}"),
             unit="seq",
             leave=False,
             disable=None if self.procs.main else True,
         )
+        parts = []
         row = share.start
-        with progress as bar:
+        with progress as bar, torch.no_grad():
             while row < share.stop:
                 end = min(row + self.batch_size, share.stop)
                 rows = eval_set.batch(range(row, end))
-                part = self._batch(work, eval_set, rows, dtype or self.dtype)
-                if part is None:
+                mixed = torch.autocast(
+                    device.type, dtype, enabled=dtype == torch.bfloat16
+                )
+                try:
+                    with mixed:
+                        part = work(eval_set.tokens(rows).to(device), rows).cpu()
+                except (MemoryError, RuntimeError) as error:
+                    if self.batch_size == 1 or not out_of_memory(error):
+                        raise
+                    part = None
+                if part is None:  # out here, where no error keeps tensors alive
                     self.batch_size //= 2
-                    # Out here, where no error keeps tensors alive.
-                    release_memory(self.procs.device)
+                    release_memory(device)
                     continue
                 parts.append(part)
                 row = rows.stop
@@ -296,31 +304,9 @@ class BatchRunner:
         gathered = self.procs.gather(own)
         return torch.cat([part for part in gathered if part is not None])
 
-    def _batch(
-        self,
-        work: Callable[[Tensor, range], Tensor],
-        eval_set: EvalSet,
-        rows: range,
-        dtype: torch.dtype,
-    ) -> Tensor | None:
-        """Return the results of these rows, (B, ...) on the CPU; None where memory ran
-        out and smaller batches may be tried."""
-        device = self.procs.device
-        try:
-            mixed = torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16)
-            with torch.no_grad(), mixed:
-                tokens = eval_set.tokens(rows).to(device)
-                return work(tokens, rows).cpu()
-        except (MemoryError, RuntimeError) as error:
-            if self.batch_size == 1 or not out_of_memory(error):
-                raise
-        return None
-
 
 # What the results of two models on one text share.
 SHARED = "dataset data orders group bound blocks tokens draws".split()
-# By ensemble size: the loss, and for sizes above 1 its difference to size 1.
-Scores = dict[int, tuple[Estimate, Estimate | None]]
 
 
 class Losses(NamedTuple):
@@ -380,62 +366,64 @@ def losses_of(task: Task, runner: BatchRunner, seed: int, draws: int) -> Losses:
     return Losses(nll=torch.stack(losses, dim=1), gains=torch.stack(gains, dim=1))
 
 
-def scores_of(task: Task, losses: Losses) -> Scores:
-    """Return the estimates of a task from its losses, by ensemble size."""
+def scores_of(
+    task: Task, losses: Losses
+) -> Iterator[tuple[int, Estimate, Estimate | None]]:
+    """Yield the estimates of a task: the size of an ensemble, its loss and, above 1,
+    the difference to size 1."""
     scorer = task.scorer
     documents = task.eval_set.documents
+    mean = partial(estimate, weights=_weights(task), documents=documents)
     if scorer.weighted:
         scored = task.scored_tokens().double()
-        bound = importance_weighted(losses.nll, scored, documents)
-        return {1: (bound, None)}
-    weights = _weights(task)
-    nll = estimate(
-        losses.nll[:, 0] if scorer.exact else losses.nll,
-        joint=scorer.joint,
-        weights=weights,
-        documents=documents,
-    )
-    by_size: Scores = {1: (nll, None)}
+        yield 1, importance_weighted(losses.nll, scored, documents), None
+    elif 1 in scorer.ensembles:
+        nll = losses.nll[:, 0] if scorer.exact else losses.nll
+        yield 1, mean(nll, joint=scorer.joint), None
     # The loss of an ensemble is that of size 1 plus the gain, estimated from other
     # contexts.
     for i, size in enumerate(scorer.larger_ensembles):
         gains = losses.gains[..., i]
-        loss = estimate(losses.nll, gains, weights=weights, documents=documents)
-        gain = estimate(gains, weights=weights, documents=documents)
-        by_size[size] = (loss, gain)
-    return {size: by_size[size] for size in scorer.ensembles}
+        yield size, mean(losses.nll, gains), mean(gains)
+
+
+def bits_per_byte(nats: float | None, bytes_per_token: float | None) -> float | None:
+    """Return nats per token as bits per byte; None where one is unknown."""
+    if nats is None or bytes_per_token is None:
+        return None
+    return nats / math.log(2) / bytes_per_token
 
 
 def result_rows(task: Task, losses: Losses, draws: int) -> list[dict]:
     """Return the results of a task for the JSON report, one per ensemble size."""
-    rows = []
     eval_set = task.eval_set
     bytes_per_token = task.bytes_per_token() or None  # an end of text has none
-    for size, (loss, change) in scores_of(task, losses).items():
-        bits_per_byte = None
-        if bytes_per_token is not None:
-            bits_per_byte = loss.nll / math.log(2) / bytes_per_token
+    of_task = {
+        "model": task.loaded.path,
+        "dataset": eval_set.name,
+        "data": eval_set.description(),
+        "orders": task.name,
+        "group": task.scorer.group,
+        "bound": "iw" if task.scorer.weighted else "mean",
+        "bytes_per_token": bytes_per_token,
+        "blocks": eval_set.dataset.num_blocks,
+        "tokens": int(task.scored_tokens().sum()),
+        "draws": 1 if task.scorer.exact else draws,
+        "exact": task.scorer.exact,
+    }
+    rows = []
+    for size, loss, change in scores_of(task, losses):
         row = {
-            "model": task.loaded.path,
-            "dataset": eval_set.name,
-            "data": eval_set.description(),
-            "orders": task.name,
-            "group": task.scorer.group,
-            "bound": "iw" if task.scorer.weighted else "mean",
+            **of_task,
             "ensemble": size,
             **vars(loss),
             "perplexity": loss.perplexity,
             "perplexity_95": loss.interval(),
             "bits_per_token": loss.nll / math.log(2),
-            "bits_per_byte": bits_per_byte,
-            "bytes_per_token": bytes_per_token,
+            "bits_per_byte": bits_per_byte(loss.nll, bytes_per_token),
             "gain": -change.nll if change else None,
             "gain_error": change.standard_error if change else None,
-            "blocks": eval_set.dataset.num_blocks,
-            "tokens": int(task.scored_tokens().sum()),
             "nats_per_record": record_nats(task, loss.nll),
-            "draws": 1 if task.scorer.exact else draws,
-            "exact": task.scorer.exact,
         }
         rows.append(row)
     return rows
@@ -475,11 +463,9 @@ def difference_row(tasks: list[Task], losses: list[Losses], rows: list[dict]) ->
         "difference": gap.nll,
         "half_width_95": gap.half_width,
     }
-    bytes_per_token = a["bytes_per_token"]
-    bits: dict[str, float | None] = dict.fromkeys(nats)
-    for key, value in nats.items():
-        if value is not None and bytes_per_token is not None:
-            bits[key] = value / math.log(2) / bytes_per_token
+    bits = {
+        key: bits_per_byte(value, a["bytes_per_token"]) for key, value in nats.items()
+    }
     row = {key: a[key] for key in SHARED}
     row.update(vars(gap))
     row.update(

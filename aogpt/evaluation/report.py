@@ -1,7 +1,6 @@
 """Reports: rows of results as tables of Markdown, and the notes below them. To add a
 column: a row of a table here, or of `table_columns` in eval_gen.py."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -164,7 +163,6 @@ PAIRED = (
     "better, ± the half-width of the 95% interval, the wider one of over sequences and "
     "by document; p: two-sided t test that the mean is 0"
 )
-FEW = 16  # differences of samples: from fewer a Monte Carlo error is rough
 
 
 def likelihood_lines(models: list[Loaded], document: dict) -> list[str]:
@@ -199,7 +197,6 @@ def likelihood_notes(rows: list[dict]) -> list[str]:
     """Return a line for each text, and the notes on the rows of a table."""
     texts = {}
     kinds = set()
-    enough = set()  # samples for a Monte Carlo error that can be trusted
     for row in rows:
         sequences = counted(row["sequences"], "sequences")
         if row["sequences"] < row["blocks"]:
@@ -221,14 +218,5 @@ def likelihood_notes(rows: list[dict]) -> list[str]:
             kinds.add("ensemble")
         if row["nats_per_record"] is not None:
             kinds.add("record")
-        least = 1 + math.ceil(FEW / row["sequences"])
-        if 1 < row["draws"] < least:
-            enough.add(least)
-    lines = [*texts.values()]
-    lines += [note for kind, note in NOTES.items() if kind in kinds]
-    if enough:
-        lines.append(
-            "Monte Carlo: from few samples here, so itself rough; more: "
-            f"--num-orders {max(enough)}"
-        )
-    return lines
+    notes = [note for kind, note in NOTES.items() if kind in kinds]
+    return [*texts.values(), *notes]

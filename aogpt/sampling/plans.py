@@ -22,7 +22,7 @@ from torch import Tensor
 from ..orders import inverse_permutation, orders_at, parse_order
 from ..runtime.errors import UserError
 from ..runtime.validation import Amount, Count
-from .scores import ALL_SCORES, RuleScore, Score, rule_of
+from .scores import ALL_SCORES, RuleScore, rule_of
 
 Schedule = Literal["linear", "cosine"]
 UnmaskBy = Literal["order", RuleScore]
@@ -52,20 +52,6 @@ def _check_limit(name: str, value: float | None, least: int) -> None:
     """Raise UserError for a value below the least one, or NaN."""
     if value is not None and not value >= least:
         raise UserError(f"{name} is {value}; give a number of at least {least}")
-
-
-@dataclass(frozen=True)
-class Rule:
-    """The way in which a model chooses its own order: by a score, a fixed number of
-    positions a step or at a pace, in blocks that are filled in one after the other."""
-
-    score: RuleScore
-    pace: Pace | None = None
-    block: int | None = None
-
-    def __post_init__(self):
-        if self.pace and self.pace.threshold is not None:
-            check_threshold(self.score, self.pace.threshold)
 
 
 def check_threshold(score: str, threshold: float) -> None:
@@ -302,7 +288,7 @@ def elapsed_at(share: Tensor, schedule: Schedule) -> Tensor:
 
 def score_plan(
     samples: Samples,
-    by: Score = "confidence",
+    by: RuleScore = "confidence",
     group: Count | None = None,
     threshold: Amount | None = None,
     entropy_bound: Amount | None = None,
