@@ -294,8 +294,6 @@ def test_files_are_checked_by_size_always_and_by_checksum_when_asked(data, tmp_p
     file.unlink()
     with pytest.raises(FileNotFoundError, match="train.bin"):
         TokenDataset(folder, "train", 16)
-    with pytest.raises(FileNotFoundError, match="none is not a data set.*prepare.py"):
-        load_meta(tmp_path / "none")
     with pytest.raises(FileNotFoundError, match="no meta.json.*prepare.py"):
         load_meta(tmp_path)
 
@@ -332,7 +330,7 @@ def test_loader_refuses(tmp_path, tokens, split, block_size, changes, says):
 def test_damaged_meta(tmp_path):
     for content in (b"{", b"[]", b"{}", b'{"format": 1}', b"\xff"):
         (tmp_path / "meta.json").write_bytes(content)
-        with pytest.raises(UserError, match="meta.json.*prepare the dataset again"):
+        with pytest.raises(UserError, match="meta.json: "):
             load_meta(tmp_path)
 
 

@@ -6,8 +6,6 @@ import json
 from functools import partial
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet as parquet_files
 import pytest
 import torch
 from helpers import (
@@ -33,7 +31,7 @@ from reference import (
 
 import eval_ppl
 import train
-from aogpt.data.loader import TokenDataset, load_meta, read_tokens, spread
+from aogpt.data.loader import TokenDataset, load_meta, spread
 from aogpt.data.prompts import (
     PADDING,
     PREDICTED,
@@ -190,54 +188,27 @@ def test_prompts_of_another_field_and_records_that_are_too_long(tmp_path, capsys
     assert data.num_blocks == 6
     assert data.blocks([1]).tolist() == [[*b"??!", *[256] * 5]]
     assert data.roles([1]).tolist() == [[1, 1, 0, 0, 2, 2, 2, 2]]
-    parquet_files.write_table(
-        pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet"
-    )
-    source = tmp_path / "rows.parquet"
-    again = short(tmp_path / "again", source)
-    assert read_tokens(again, "test").tolist() == read_tokens(folder, "test").tolist()
 
 
 @pytest.mark.parametrize(
-    "name, rows, options, says",
+    "row, options, says",
     [
-        ("records", [{"prompt": "a", "text": "b"}], {}, "needs --block-size N"),
-        (
-            "records",
-            [{"prompt": "a", "text": "b" * 9}] * 2,
-            {"block_size": 8},
-            "the longest has 11: give",
-        ),
-        (
-            "records",
-            [{"prompt": "a", "text": "b"}],
-            {"block_size": 8},
-            "a single record makes no",
-        ),
-        (
-            "records",
-            [{"prompt": "[GIVEN]a", "text": "b"}],
-            {"block_size": 8},
-            "line 1: .*not both",
-        ),
-        (
-            "records",
-            [{"prompt": 1, "text": "b"}],
-            {"block_size": 8},
-            "line 1: .*'prompt' .int",
-        ),
-        (
-            "records",
-            [{"text": "b"}],
-            {"block_size": 8, "protocol": "full"},
-            "records takes no --protocol",
-        ),
+        ({"text": "b"}, {"block_size": None}, "records needs --block-size N"),
+        ({"text": "b"}, {"split": None}, "a single record makes no"),
+        ({"prompt": "[GIVEN]a", "text": "b"}, {}, "line 1: .*not both"),
+        ({"prompt": 1, "text": "b"}, {}, "line 1: .*'prompt' .int"),
+        ({"text": "b"}, {"protocol": "full"}, "records takes no --protocol"),
     ],
 )
-def test_what_cannot_be_prepared_is_said(tmp_path, name, rows, options, says):
-    source = [] if rows is None else [write_rows(tmp_path / "rows.jsonl", rows)]
+def test_what_cannot_be_prepared_is_said(tmp_path, row, options, says):
+    source = write_rows(tmp_path / "rows.jsonl", [row])
     with pytest.raises(UserError, match=says):
-        prepared(name, tmp_path / "out", *source, **options)
+        prepared(
+            "records",
+            tmp_path / "out",
+            source,
+            **{"block_size": 8, "split": "test"} | options,
+        )
     assert not (tmp_path / "out").exists()
 
 

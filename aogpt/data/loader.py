@@ -91,12 +91,7 @@ def evaluation_split(meta: dict) -> str:
 
 def load_meta(folder: str | Path) -> Meta:
     """Return the contents of meta.json. Raises FileNotFoundError."""
-    path = Path(folder) / "meta.json"
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{folder} is not a data set (no meta.json); make it with: "
-            f"{command_for(str(folder))}"
-        )
+    path = find_dataset(folder) / "meta.json"
     meta = read_json(path, Meta, ADVICE)
     if meta["format"] > FORMAT:
         raise UserError(
