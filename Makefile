@@ -43,9 +43,9 @@ quickstart-steps:
 	$(PY) eval_ppl.py $(RUN) --datasets stories --num-orders 2
 	@echo "   To compare (bits/byte): 1.99 left to right and 2.11 in random orders on our machine. A random order is harder."
 	@echo "== 4/5 a text continued left to right, then a gap between given text filled, the most confident positions first"
-	$(PY) sample.py $(RUN) --mode l2r --num-samples 2 $(CHOICE) --prompt "Dorothy looked at the" --new-tokens 40
+	$(PY) sample.py $(RUN) --mode l2r --num-samples 2 $(CHOICE) --prompt "Dorothy looked at the" --length 48
 	$(PY) sample.py $(RUN) --mode confidence --num-samples 3 $(CHOICE) \
-		--infill "The old horse was tired,[MASK:12] and so they gave him some water." --html $(RUN)/samples.html --overwrite
+		--prompt "The old horse was tired,[MASK:12] and so they gave him some water." --html $(RUN)/samples.html --overwrite
 	@echo "== 5/5 a picture of the losses"
 	$(PY) -m studies.plot $(RUN) --out $(RUN)/loss.png --overwrite
 	@echo "== done. The gap fills in, step by step, at file://$(CURDIR)/$(RUN)/samples.html#play; the losses are in $(RUN)/loss.png."

@@ -3,23 +3,19 @@
 Examples:
     python sample.py out/quickstart --mode mdm:steps=64
     python sample.py out/quickstart --mode l2r --prompt "The old horse" --jsonl FILE
-    python sample.py out/quickstart --infill "She said[MASK:9] to him." --html FILE
+    python sample.py out/quickstart --prompt "She said[MASK:9] to him." --html FILE
     python sample.py out/quickstart --mode slots:block=8,group=4
     python sample.py out/own --prompts data/questions --rows 1 --html FILE"""
 
 import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 
 # isort: split
-import itertools
-import json
-import os
 import re
 import sys
 import time
-from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 import tyro
@@ -32,53 +28,44 @@ from aogpt.runtime.command_line import (
     counted,
     run_script,
     show,
-    visible,
     with_help,
 )
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
-from aogpt.runtime.files import json_object, read_lines
+from aogpt.runtime.files import read_lines
 from aogpt.runtime.outputs import OutputOptions, Outputs, provenance
 from aogpt.runtime.processes import Processes, processes
-from aogpt.runtime.validation import Count, check_values
-from aogpt.sampling import gaps, modes
+from aogpt.runtime.validation import Count, check_values, from_json
+from aogpt.sampling import modes
 from aogpt.sampling.engine import Generation
-from aogpt.sampling.modes import Context, DecodingOptions, sample_records
+from aogpt.sampling.modes import DecodingOptions, sample_records
 from aogpt.sampling.page import PageSample, render
-from aogpt.sampling.records import (
-    MOST_CONTEXTS,
-    contexts_with_end,
-    end_first,
-    without_end,
-)
+from aogpt.sampling.plans import Context
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(RunOptions, OutputOptions):
     decoding: Annotated[DecodingOptions, tyro.conf.arg(name="")]
     prompt: Annotated[str | None, TEXT] = None
-    """Text that every sample begins with."""
+    """Text that every sample begins with, or a text with masks to fill in, "It was
+    a[MASK:12] and the[MASK:3].": [MASK:n] becomes n tokens. Put no space before a mask:
+    in the gpt2 tokenizer the space belongs to the word after it."""
     length: Count | None = None
     """Tokens in a sample, prompt included; by default the model's block size. Of a run
-    with data.end = given each sample's is drawn from the lengths of its records."""
-    new_tokens: Count | None = None
-    """Instead of --length: tokens to generate after the prompt."""
+    with data.end = given each sample's is drawn from the lengths of its records. Masks
+    set their own length."""
     num_samples: Count = 4
     """Samples of each prompt."""
-    infill: Annotated[str | None, TEXT] = None
-    """Text with masks, "It was a[MASK:12] and the[MASK:3].": [MASK:n] becomes n tokens.
-    Put no space before a mask: in the gpt2 tokenizer the space belongs to the word
-    after it."""
     prompts: Path | None = None
     """Many prompts: FILE.txt (or /dev/stdin), one per line; or FILE.jsonl with the rows
-    {"prompt": TEXT}, {"prompt": TEXT, "length": N} or {"infill": TEXT}; or the folder
-    of a prepared data set with prompts (its test split, if it has one)."""
+    {"prompt": TEXT} or {"prompt": TEXT, "length": N}; or the folder of a prepared data
+    set with prompts (its test split, if it has one)."""
     rows: tuple[Count, ...] = ()
     """Use only these of the --prompts, by number from 1."""
     until_end: bool = False
     """Cut each sample before the end-of-text that follows all given text; for models
-    that were trained on prompts. The default --mode is then l2r, as other modes fill in
-    what follows the end as well.
+    that were trained on prompts. The default --mode is then l2r: other modes fill in
+    what follows the end before the text, unless they go block by block.
     Log-probabilities that depended on what is cut are computed once more without it."""
     jsonl: Path | None = None
     """Write a JSON object per sample instead of printing it: text, prompt, tokens, the
@@ -91,26 +78,19 @@ class Arguments(RunOptions, OutputOptions):
 
 
 @dataclass(frozen=True)
-class Request:
-    """A prompt, or a text with masks."""
+class Prompt:
+    """A prompt, or a text with masks, as a row of a file has it."""
 
-    place: str  # where the user wrote it, for messages
-    kind: Literal["prompt", "infill"]
-    text: str
-    length: int | None = None  # in tokens, of a prompt
-    context: Context | None = None  # the tokens, where they are known
+    prompt: str
+    length: int | None = None  # in tokens
 
 
 @dataclass(frozen=True)
-class Session:
-    """The model and the options, which stay the same from request to request."""
+class Request:
+    """What to generate samples of."""
 
-    options: DecodingOptions  # with a mode
-    loaded: Loaded
-    tokenizer: Tokenizer
-    outputs: Outputs
-    procs: Processes
-    longest: int  # tokens of a sample, without the end of a record
+    text: str
+    context: Context  # its tokens, None where they are to be generated
 
 
 def main() -> None:
@@ -124,123 +104,69 @@ def main() -> None:
 def sample(a: Arguments, procs: Processes) -> None:
     """Generate; the main process writes and prints the samples."""
     # 1. What can be wrong before a model is loaded.
-    check_arguments(a, procs)
+    check_values(a)
+    if a.prompt is not None and a.prompts is not None:
+        raise UserError("give one of --prompt and --prompts")
     files = {"--jsonl": a.jsonl, "--html": a.html}
     outputs = Outputs(files, [a.run, a.prompts], a.overwrite)
     of_data = a.prompts is not None and a.prompts.is_dir()
-    requests = []
-    if not of_data:
-        requests = read_requests(a)
+    prompts = {} if of_data else read_prompts(a)
     dtype = pick_dtype(a.dtype, procs.device)
 
-    # 2. The model, and the options that depend on it.
+    # 2. The model, and what depends on it.
     loaded = load(a.run, a.weights, procs.device, a.block_size, a.checkpoint)
     if dtype == torch.bfloat16:
         loaded.model.bfloat16()
     config = loaded.model.config
     tokenizer = loaded.get_tokenizer()
-    if of_data:
-        requests = read_dataset(a.prompts, loaded, tokenizer)
-    for row in a.rows:
-        if row > len(requests):
-            raise UserError(
-                f"--rows {row}: there are {counted(len(requests), 'prompts')}"
-            )
-    options = a.decoding
-    if options.mode is None:
-        mode = "l2r" if a.until_end else modes.default_mode(config)
-        options = replace(options, mode=mode)
-    modes.check_mode(options.plan, config)
+    default = "l2r" if a.until_end else modes.default_mode(config)
+    mode = a.decoding.mode or default
+    plan = modes.parse_mode(mode)
     if a.until_end and loaded.record_end is not None:
         raise UserError(
             "--until-end: this run knows the end of a record before its text "
             "(data.end), so samples end by themselves: leave it out"
         )
-    has_prompts = of_data or any(request.text for request in requests)
-    if loaded.of_records and loaded.record_end is None and not has_prompts:
-        procs.print0(modes.RECORDS_NOTE, file=sys.stderr)
+    requests = []
+    if of_data:
+        requests = read_dataset(a.prompts, loaded, tokenizer)
+    else:
+        for place, prompt in prompts.items():
+            length = a.length if prompt.length is None else prompt.length
+            try:
+                context = context_of(prompt.prompt, length, loaded, tokenizer)
+            except UserError as error:
+                raise UserError(f"{place}: {error}") from None
+            requests.append(Request(prompt.prompt, context))
+        texts = (modes.MASK.sub("", prompt.prompt) for prompt in prompts.values())
+        for note in notes_on_special(tokenizer.count_special(texts)):
+            procs.print0(f"note: {note}", file=sys.stderr)
+    for row in a.rows:
+        if row > len(requests):
+            raise UserError(
+                f"--rows {row}: there are {counted(len(requests), 'prompts')}"
+            )
 
     # 3. Samples.
-    longest = config.block_size
-    if loaded.record_end is not None:
-        longest = loaded.record_end.longest_in(longest)
-    session = Session(options, loaded, tokenizer, outputs, procs, longest)
-    fill(a, session, requests)
-
-
-def check_arguments(a: Arguments, procs: Processes) -> None:
-    """Raise UserError for options that exclude each other."""
-    check_values(a)
-    if a.length and a.new_tokens:
-        raise UserError(
-            "--length counts the prompt, --new-tokens does not: give one of them"
-        )
-    sources = [a.prompt, a.infill, a.prompts]
-    if sum(source is not None for source in sources) > 1:
-        raise UserError(
-            "give one of --prompt, --infill and --prompts (whose .jsonl holds both)"
-        )
-
-
-BOLD = "\033[1m"
-RESET = "\033[0m"
-
-
-def fill(a: Arguments, session: Session, requests: list[Request]) -> None:
-    """Generate the samples of some requests; write and print them as they come."""
-    loaded = session.loaded
-    # 1. What to generate: contexts, each with the number of its request.
-    encoded = encode_all(a, session, requests)
-    num_samples = a.num_samples
-    end = loaded.record_end
-    if end is not None:  # samples of one context differ in length
-        encoded = contexts_with_end(
-            end, encoded, a.seed, num_samples, longest=session.longest
-        )
-        num_samples = 1
-    contexts = list(encoded.values())
-    keys = list(encoded)
-    numbers = [key % MOST_CONTEXTS for key in keys]
-    engine = session.options.engine(loaded.model, loaded.vocab_size)
-    plan = session.options.plan
-    note = modes.block_note(plan, longest=max(map(len, contexts)))
-    if note:
-        session.procs.print0(note, file=sys.stderr)
-    end_token = session.tokenizer.eot if a.until_end else None
-
-    # 2. Part after part.
-    report = Report(a, session, several=max(numbers) > 0)
-    for part in modes.parts_of(len(contexts), num_samples):
-        part_contexts = contexts[part.contexts.start : part.contexts.stop]
-        part_keys = keys[part.contexts.start : part.contexts.stop]
-        part_numbers = numbers[part.contexts.start : part.contexts.stop]
-        planned = modes.plan_samples(
-            plan,
-            part_contexts,
-            a.seed,
-            num_samples=len(part.samples),
-            keys=part_keys,
-            first=part.samples.start,
-        )
-        if end is not None:
-            planned = planned._replace(plan=end_first(planned.plan))
-        if a.until_end and report.count == 0:
-            note = modes.end_note(planned.plan)
-            if note:
-                session.procs.print0(note, file=sys.stderr)
-        samples = modes.generate_distributed(
-            engine, planned, session.procs, end_token=end_token
-        )
-        if not session.procs.main:
-            continue
-        if end is not None:
-            samples = without_end(samples)
-        prompts = [(requests[n].kind, requests[n].text) for n in part_numbers]
-        records = sample_records(samples, session.tokenizer, prompts)
-        for record in records:
-            record["prompt_index"] = part_numbers[record["prompt_index"]]
-        report.add(records, samples)
-    if session.procs.main:
+    contexts = {}
+    for number, request in enumerate(requests):
+        if not a.rows or number + 1 in a.rows:
+            contexts[number] = request.context
+    engine = a.decoding.engine(loaded.model, loaded.vocab_size)
+    report = Report(a, mode, loaded, tokenizer, outputs, procs)
+    for numbers, samples in modes.generate_samples(
+        engine,
+        plan,
+        contexts,
+        a.seed,
+        a.num_samples,
+        procs,
+        end=loaded.record_end,
+        end_token=tokenizer.eot if a.until_end else None,
+    ):
+        if procs.main:
+            report.add(samples, numbers, requests)
+    if procs.main:
         report.finish()
 
 
@@ -249,58 +175,65 @@ class Report:
     """A report of the samples, written and printed as they come, and their cost."""
 
     a: Arguments
-    session: Session
-    several: bool  # whether there are several prompts
-    count: int = 0  # of samples
-    lengths: set[int] = field(default_factory=set)
-    page_records: list[dict] = field(default_factory=list)  # for --html, at the end
+    mode: str
+    loaded: Loaded
+    tokenizer: Tokenizer
+    outputs: Outputs
+    procs: Processes
+    lengths: list[int] = field(default_factory=list)  # of the samples
+    pages: list[PageSample] = field(default_factory=list)  # for --html, at the end
     model_calls: int = 0
     token_forwards: int = 0
-    seconds: float = 0.0
     started: float = field(default_factory=time.perf_counter)
 
-    def add(self, records: list[dict], samples: Generation) -> None:
-        """Write and print the records of a part. samples: those of the records, and
-        what they cost."""
+    def add(
+        self, samples: Generation, numbers: list[int], requests: list[Request]
+    ) -> None:
+        """Write and print some samples. numbers: of their requests."""
         self.model_calls += samples.model_calls
         self.token_forwards += samples.token_forwards
-        self.seconds = round(time.perf_counter() - self.started, 3)
-        if self.a.jsonl:
-            self.write(records)
-        if self.a.html:
-            self.page_records += records
-        if not self.a.jsonl:
-            first = 1 + self.count
-            print_samples(records, self.session.tokenizer, self.several, first)
-        self.count += len(records)
+        records = sample_records(samples, self.tokenizer)
+        for number, record in zip(numbers, records, strict=True):
+            record["prompt_index"] = number
+            record["prompt"] = requests[number].text
+        if self.a.jsonl is None:
+            self.print(records, several=len(requests) > 1)
+        else:
+            self.write(self.a.jsonl, records)
         for record in records:
-            self.lengths.add(record["length"])
+            self.lengths.append(record["length"])
+            if self.a.html is not None:
+                pieces = self.tokenizer.pieces(record["tokens"])
+                page = PageSample(pieces, record["step"], record["log_probs"])
+                self.pages.append(page)
 
-    def write(self, records: list[dict]) -> None:
-        """Write the records to the file of --jsonl."""
+    def write(self, path: Path, records: list[dict]) -> None:
+        """Write the samples with all that they depend on, and what they cost."""
         settings = self.settings()
-        rows = []
-        for record in records:
-            row = dict(record)
-            row.update(self.cost())
-            row["settings"] = settings
-            rows.append(row)
-        self.session.outputs.write_jsonl(self.a.jsonl, rows, append=self.count > 0)
+        cost = self.cost()
+        rows = [{**record, **cost, "settings": settings} for record in records]
+        self.outputs.write_jsonl(path, rows, append=bool(self.lengths))
+
+    def print(self, records: list[dict], several: bool) -> None:
+        """Print the samples, and where there are several prompts the number of each."""
+        for number, record in enumerate(records, len(self.lengths) + 1):
+            title = f"sample {number}"
+            if several:
+                title += f" of prompt {record['prompt_index'] + 1}"
+            show(f"=== {title} ===\n{record['text']}\n")
 
     def settings(self) -> dict:
         """Return everything that the samples depend on."""
-        loaded = self.session.loaded
-        procs = self.session.procs
         origin = provenance(
             self.a,
-            loaded.model.wte.weight.dtype,
-            procs.device,
-            procs.world_size,
-            checkpoint=loaded.description,
+            self.loaded.model.wte.weight.dtype,
+            self.procs.device,
+            self.procs.world_size,
+            checkpoint=self.loaded.description,
         )
         settings = dict(origin.pop("settings"))
-        settings.update(vars(self.session.options))  # with a mode
         settings.update(origin)
+        settings["mode"] = self.mode
         return settings
 
     def cost(self) -> dict:
@@ -308,92 +241,73 @@ class Report:
         return {
             "model_calls": self.model_calls,
             "token_forwards": self.token_forwards,
-            "seconds": self.seconds,
+            "seconds": round(time.perf_counter() - self.started, 3),
         }
 
     def finish(self) -> None:
         """Write the page, and print what there is and what it cost."""
-        if self.a.jsonl or self.a.html:
-            with self.session.outputs as outputs:
-                if self.a.html:
-                    outputs.write(self.a.html, self.page())
+        if self.a.jsonl is not None or self.a.html is not None:
+            with self.outputs as outputs:
+                if self.a.html is not None:
+                    settings = {**self.settings(), **self.cost()}
+                    shown = {k: v for k, v in settings.items() if v is not None}
+                    outputs.write(self.a.html, render(self.pages, shown))
         shortest = min(self.lengths)
         longest = max(self.lengths)
-        tokens = str(longest)
-        if shortest < longest:
-            tokens = f"{shortest} to {longest}"
-        line = (
-            f"{counted(self.count, 'samples')} of {tokens} tokens "
-            f"from {self.session.loaded.description}: "
-            f"{self.model_calls} model calls, {self.token_forwards} token-forwards, "
-            f"{self.seconds:.2f} s"
+        tokens = f"{shortest} to {longest}" if shortest < longest else str(longest)
+        show(
+            f"{counted(len(self.lengths), 'samples')} of {tokens} tokens "
+            f"from {self.loaded.description}: {self.model_calls} model calls, "
+            f"{self.token_forwards} token-forwards, "
+            f"{time.perf_counter() - self.started:.2f} s",
+            file=sys.stderr,
         )
-        changed = modes.changed_settings(vars(self.session.options))
-        if changed:
-            line += f"; {', '.join(changed)}"
-        show(line, file=sys.stderr)
         for path in (self.a.jsonl, self.a.html):
-            if path:
+            if path is not None:
                 show(f"wrote {path}", file=sys.stderr)
 
-    def page(self) -> str:
-        """Return the page of --html."""
-        pages = []
-        for record in self.page_records:
-            page = PageSample(
-                pieces=self.session.tokenizer.pieces(record["tokens"]),
-                step=record["step"],
-                log_probs=record["log_probs"],
-            )
-            pages.append(page)
-        settings = self.settings()
-        settings.update(self.cost())
-        shown = {key: value for key, value in settings.items() if value is not None}
-        return render(pages, shown)
 
-
-def read_requests(a: Arguments) -> list[Request]:
-    """Return the prompts and texts of the command line, or those of a file."""
-    if a.infill is not None:
-        return [Request("--infill", "infill", a.infill)]
+def read_prompts(a: Arguments) -> dict[str, Prompt]:
+    """Return the prompt of the command line, or those of a file, by their places."""
     if a.prompts is None:
-        return [Request("--prompt", "prompt", a.prompt or "")]
+        return {"--prompt": Prompt(a.prompt or "")}
     is_stdin = str(a.prompts) == "/dev/stdin"
     if a.prompts.suffix not in (".txt", ".jsonl") and not is_stdin:
         raise UserError(
             f"--prompts {a.prompts}: give a .txt or .jsonl file, or a folder of "
             "prepared data"
         )
-    requests = []
+    prompts = {}
     for place, line in read_lines(a.prompts, "--prompts"):
         if a.prompts.suffix == ".jsonl":
-            requests.append(read_request(place, line))
+            prompts[place] = from_json(line, Prompt, place)
         else:
-            requests.append(Request(place, "prompt", line))
-    if not requests:
+            prompts[place] = Prompt(line)
+    if not prompts:
         raise UserError(f"--prompts {a.prompts}: it has no prompt; write one per line")
-    return requests
+    return prompts
 
 
-def read_request(place: str, line: str) -> Request:
-    """Return the request on one line of a .jsonl file of prompts."""
-    row = json_object(line, place)
-    kinds = [key for key in ("prompt", "infill") if key in row]
-    unknown = [key for key in row if key not in ("prompt", "infill", "length")]
-    if len(kinds) != 1 or unknown:
-        keys = ", ".join(map(repr, row)) or "(none)"
-        raise UserError(
-            f'{place}: give {{"prompt": TEXT}}, also with "length": N, or '
-            f'{{"infill": TEXT}}; found keys {keys}'
-        )
-    kind = kinds[0]
-    for key, type_, name in ((kind, str, "text"), ("length", int, "a whole number")):
-        # `isinstance` would take true for 1.
-        if key in row and type(row[key]) is not type_:
-            raise UserError(
-                f'{place}: "{key}" must be {name}, not {json.dumps(row[key])[:40]}'
-            )
-    return Request(place, kind, row[kind], row.get("length"))
+def context_of(
+    text: str, length: int | None, loaded: Loaded, tokenizer: Tokenizer
+) -> Context:
+    """Return the tokens of a text, and None for each that is to be generated: at its
+    masks, or where it has none behind it."""
+    end = loaded.record_end
+    longest = loaded.model.config.block_size
+    if end is not None:
+        longest = end.longest_in(longest)
+    if modes.MASK.search(text) is None:
+        context = modes.continued(tokenizer.encode(text), length, longest, end)
+    elif length is not None:
+        raise UserError("the text and its masks set the length: leave out the length")
+    else:
+        context = modes.encode_gaps(text, tokenizer, longest)
+        if end is not None:
+            context.append(end.token)
+    if end is None:
+        modes.check_start(context[0] is not None, loaded.scored_from)
+    return context
 
 
 def read_dataset(folder: Path, loaded: Loaded, tokenizer: Tokenizer) -> list[Request]:
@@ -405,8 +319,7 @@ def read_dataset(folder: Path, loaded: Loaded, tokenizer: Tokenizer) -> list[Req
     roles = questions.roles
     contexts = modes.contexts_of(questions.tokens, roles.given, roles.lengths)
     requests = []
-    rows = zip(questions.tokens, contexts, strict=True)
-    for number, (tokens, context) in enumerate(rows, 1):
+    for tokens, context in zip(questions.tokens, contexts, strict=True):
         text = ""
         # The context ends before the padding. A given end is no text.
         if loaded.record_end is not None:
@@ -414,137 +327,8 @@ def read_dataset(folder: Path, loaded: Loaded, tokenizer: Tokenizer) -> list[Req
         for piece, token in zip(tokenizer.pieces(tokens), context, strict=False):
             text += "\0" if token is None else piece
         text = re.sub("\0+", lambda masks: f"[MASK:{len(masks[0])}]", text)
-        requests.append(Request(f"row {number}", "infill", text, context=context))
+        requests.append(Request(text, context))
     return requests
-
-
-def encode_all(
-    a: Arguments, session: Session, requests: list[Request]
-) -> dict[int, Context]:
-    """Return the texts to fill in of each request that fits, by its index. Print how
-    many are too long. Raises UserError if none fits."""
-    encoded = {}
-    too_long = []
-    special: Counter[str] = Counter()
-    space_note = None
-    for number, request in enumerate(requests):
-        if a.rows and number + 1 not in a.rows:
-            continue
-        if request.kind == "infill" and not request.context:
-            space_note = space_note or gaps.space_note(request.text, session.tokenizer)
-        if not request.context:
-            text = gaps.MASK.sub("", request.text)
-            special += session.tokenizer.count_special([text])
-        try:
-            encoded[number] = encode(a, session, request)
-        except gaps.TooLong as error:
-            too_long.append(f"{request.place}: {error}")
-        except UserError as error:
-            raise UserError(f"{request.place}: {error}") from None
-    if not encoded:
-        raise gaps.TooLong(too_long[0])
-    if session.procs.main:
-        for note in [*notes_on_special(special), space_note]:
-            if note is not None:
-                show(f"note: {note}", file=sys.stderr)
-    if too_long and session.procs.main:
-        show(
-            f"skipped {len(too_long)} of {len(requests)} prompts, which are too long; "
-            f"the first is {too_long[0]}",
-            file=sys.stderr,
-        )
-    return encoded
-
-
-def encode(a: Arguments, session: Session, request: Request) -> Context:
-    """Return the token ids of a sample, None where they are to be generated.
-
-    Raises UserError if the model cannot fill it in, TooLong if it is too long."""
-    config = session.loaded.model.config
-    scored_from = session.loaded.scored_from
-    if request.kind == "prompt":
-        context = prompt_context(a, session, request)
-        if session.loaded.record_end is None:  # whose end is known before all text
-            modes.check_context(context, config, scored_from)
-        return context
-    for option, value in (
-        ("--length", a.length),
-        ("--new-tokens", a.new_tokens),
-        ('"length"', request.length),
-    ):
-        if value is not None:
-            raise UserError(
-                f"the text and its masks set the length: leave out {option}"
-            )
-    context = request.context
-    if context is None:
-        longest = session.longest
-        context = gaps.encode_gaps(request.text, session.tokenizer, longest)
-        if session.loaded.record_end is not None:
-            context.append(session.loaded.record_end.token)
-    modes.check_context(context, config, scored_from)
-    return context
-
-
-def prompt_context(a: Arguments, session: Session, request: Request) -> Context:
-    """Return the tokens of a prompt, and None for each that is to be generated."""
-    longest = session.longest
-    end = session.loaded.record_end
-    if gaps.MASK.search(request.text):
-        gaps.refuse_masks(request.text, "give it to --infill, or leave it out")
-    prompt = session.tokenizer.encode(request.text)
-    if request.length is not None:
-        total = request.length
-        option = "length"
-    elif a.new_tokens:
-        total = len(prompt) + a.new_tokens
-        option = "--new-tokens and prompt together"
-    elif a.length is None and end is not None and len(prompt) <= longest:
-        return prompt  # the length is drawn: `contexts_with_end`
-    else:
-        total = a.length or longest
-        option = "--length"
-    if total > longest and not prompt:
-        raise gaps.TooLong(
-            f"{option} is {total}, but the model takes at most {longest} tokens"
-        )
-    if not len(prompt) < total <= longest:
-        raise gaps.TooLong(
-            f"the prompt has {len(prompt)} tokens and {option} is {total}: it must "
-            f"exceed the prompt and be at most {longest}, what the model takes"
-        )
-    context = prompt + [None] * (total - len(prompt))
-    return context if end is None else [*context, end.token]
-
-
-def print_samples(
-    records: list[dict], tokenizer: Tokenizer, several: bool, first: int
-) -> None:
-    """Print the samples; on a terminal generated tokens are bold beside given ones.
-    several: name the prompt of each; first: the number of the first one."""
-    for number, record in enumerate(records, first):
-        title = f"sample {number}"
-        if several:
-            title += f" of prompt {record['prompt_index'] + 1}"
-        sys.stdout.write(f"=== {title} ===\n")
-        text = visible(record["text"])
-        # Escape sequences are for a terminal that knows them.
-        is_styled = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-        if -1 in record["step"] and is_styled:
-            pieces = tokenizer.pieces(record["tokens"])
-            text = emphasised(pieces, record["step"])
-        sys.stdout.write(f"{text}\n\n")  # not show(), which would escape the bold type
-
-
-def emphasised(pieces: list[str], step: list[int]) -> str:
-    """Return a text from its tokens, in which those are bold that were generated, not
-    given (step -1)."""
-    text = ""
-    tokens = zip(pieces, step, strict=True)
-    for is_given, run in itertools.groupby(tokens, key=lambda token: token[1] < 0):
-        shown = visible("".join(piece for piece, _ in run))
-        text += shown if is_given else f"{BOLD}{shown}{RESET}"
-    return text
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 
 import dataclasses
 import math
-import os
 import re
 import sys
 import warnings
@@ -33,191 +32,149 @@ from .runtime.command_line import TEXT, run_script, show
 from .runtime.errors import UserError
 from .runtime.files import read_lines
 
-Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-Texts = Annotated[
-    list[Annotated[str, TEXT]],
-    tyro.conf.Positional,
-    tyro.conf.arg(metavar="TEXT ...", help_behavior_hint=""),
-]
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """What every command is given."""
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    texts: Annotated[
+        list[Annotated[str, TEXT]],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="TEXT ...", help_behavior_hint=""),
+    ]
+    file: str | None = None
+    json: bool = False
+
+    def load(self) -> Any:
+        """Load the model, on a GPU if there is one."""
+        from . import text_model  # imports PyTorch, which --help does not need
+
+        return text_model.load(self.model)
+
+    def read(self) -> list[str]:
+        """Return the texts of the command line, or the lines of a file that are not
+        blank."""
+        if (self.file is None) == (not self.texts):
+            raise UserError(
+                "give texts after the model, in quotes, or --file FILE with one a line"
+            )
+        if self.file is None:
+            return self.texts
+        path = Path("/dev/stdin" if self.file == "-" else self.file)
+        lines = [line for _, line in read_lines(path, "--file")]
+        if not lines:
+            raise UserError(f"--file {path}: it has no text; write one a line")
+        return lines
+
+    def show(self, answers: Iterable[Any], lines: Iterable[str]) -> None:
+        """Print answers in words, or each as a line of JSON."""
+        if self.json:
+            lines = (dumps(answer, default=fields_of) for answer in answers)
+        for line in lines:
+            show(line)
 
 
-def load(path: str):
-    """Load a model on a GPU if there is one."""
-    from . import text_model  # imports PyTorch, which --help does not need
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How texts are generated."""
 
-    return text_model.load(path, device="auto")
-
-
-def read(texts: list[str], file: str | None) -> list[str]:
-    """Return the texts of the command line, or the lines of a file that are not blank.
-    Raises UserError if there is no text, or if there are both."""
-    if file is None and texts == ["-"]:
-        texts = []
-        file = "-"
-    if (file is None) == (not texts):
-        raise UserError(
-            "give texts after the model, in quotes, or --file FILE with one a line"
-        )
-    if file is None:
-        for text in texts:
-            if os.path.isfile(text):  # no error for a long text
-                show(
-                    f"note: {text} is read as text; --file {text} reads its lines",
-                    file=sys.stderr,
-                )
-        return texts
-    path = Path("/dev/stdin" if file == "-" else file)
-    lines = [line for _, line in read_lines(path, "--file")]
-    if not lines:
-        raise UserError(f"--file {file}: it has no text; write one a line")
-    return lines
+    num_samples: int = 1
+    seed: int = 0
+    mode: str | None = None
+    temperature: float = 0.7
+    top_p: float = 1.0
 
 
-def show_json(answers: Iterable[Any]) -> None:
-    """Print each answer as a line of JSON."""
-
-    def fields_of(answer: Any) -> dict[str, Any]:
-        row = dataclasses.asdict(answer)
-        for name in ("nats", "bits_per_byte"):
-            value = getattr(answer, name, None)
-            if value is not None and math.isfinite(value):
-                row[name] = value
-        return row
-
-    for answer in answers:
-        show(dumps(answer, default=fields_of))
+Asked = Annotated[Words, tyro.conf.arg(name="")]
+Chosen = Annotated[Sampling, tyro.conf.arg(name="")]
 
 
-def show_texts(samples: Iterable[Any], json: bool) -> None:
-    """Print the text of each sample, or all of it as a line of JSON."""
-    if json:
-        return show_json(samples)
-    for sample in samples:
-        show(sample.text)
+def fields_of(answer: Any) -> dict[str, Any]:
+    """Return an answer as plain values."""
+    row = dataclasses.asdict(answer)
+    for name in ("nats", "bits_per_byte"):
+        value = getattr(answer, name, None)
+        if value is not None and math.isfinite(value):
+            row[name] = value
+    return row
 
 
 def score(
-    model: Model,
-    texts: Texts,
+    words: Asked,
     order: str = "l2r",
     seed: int = 0,
     end: bool = False,
     predict: tuple[str, ...] = (),
     orders: int = 1,
-    file: str | None = None,
-    json: bool = False,
 ) -> None:
     """Print log p (nats) of the tokens of texts; --end scores the end, too. --predict
     3:7 20:21 scores these characters alone, given all others; --orders 16 averages."""
-    spans = [span_of(words) for words in predict] or None
-    scores = load(model).score(
-        read(texts, file), order, seed, end, predict=spans, orders=orders
-    )
-    if json:
-        return show_json(scores)
+    spans = [span_of(span) for span in predict] or None
+    texts = words.read()
+    scores = words.load().score(texts, order, seed, end, predict=spans, orders=orders)
+    lines = []
     for scored in scores:
         for piece, log_prob in zip(scored.pieces, scored.log_probs, strict=True):
             values = "        -        -"
             if log_prob is not None:
                 values = f"{log_prob:9.3f} {math.exp(log_prob):8.2%}"
-            show(f"{values}  {piece!r}")
+            lines.append(f"{values}  {piece!r}")
         totals = f"{-scored.nats:9.3f} nats, {scored.scored} tokens"
         if scored.bits_per_byte is not None:
             totals += f", {scored.bits_per_byte:.4f} bits a byte"
-        show(totals)
+        lines.append(totals)
+    words.show(scores, lines)
 
 
-def span_of(words: str) -> tuple[int, int]:
+def span_of(text: str) -> tuple[int, int]:
     """Return the span of characters that FIRST:LAST is."""
-    span = re.fullmatch(r"(\d{1,9}):(\d{1,9})", words)
+    span = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text)
     if span is None:
-        raise UserError(f"--predict {words:.40}: give characters as 3:7")
+        raise UserError(f"--predict {text:.40}: give characters as 3:7")
     return int(span[1]), int(span[2])
 
 
-def rank(
-    model: Model,
-    texts: Texts,
-    end: bool = False,
-    file: str | None = None,
-    json: bool = False,
-) -> None:
+def rank(words: Asked, end: bool = False) -> None:
     """Print alternatives with log p of the whole text, nats, and their shares."""
-    ranked = load(model).rank(read(texts, file), end)
-    if json:
-        return show_json(ranked)
+    texts = words.read()
+    ranked = words.load().rank(texts, end)
+    lines = []
     for alternatives in ranked:
         for row in alternatives:
-            show(f"{row.log_prob:9.3f} {row.share:7.1%}  {row.text!r}")
+            lines.append(f"{row.log_prob:9.3f} {row.share:7.1%}  {row.text!r}")
+    words.show(ranked, lines)
 
 
-def blanks(
-    model: Model,
-    texts: Texts,
-    top: int = 10,
-    file: str | None = None,
-    json: bool = False,
-) -> None:
+def blanks(words: Asked, top: int = 10) -> None:
     """Print the likeliest tokens of each mask."""
-    likely_tokens = load(model).blanks(read(texts, file), top)
-    if json:
-        return show_json(likely_tokens)
+    texts = words.read()
+    likely_tokens = words.load().blanks(texts, top)
+    lines = []
     for blanks_of_text in likely_tokens:
         for likely in blanks_of_text:
-            words = [f"{one.text!r} {one.probability:.1%}" for one in likely]
-            show("  ".join(words))
+            lines.append(
+                "  ".join(f"{one.text!r} {one.probability:.1%}" for one in likely)
+            )
+    words.show(likely_tokens, lines)
 
 
-def fill(
-    model: Model,
-    texts: Texts,
-    num_samples: int = 1,
-    seed: int = 0,
-    mode: str | None = None,
-    temperature: float = 0.7,
-    top_p: float = 1.0,
-    file: str | None = None,
-    json: bool = False,
-) -> None:
+def fill(words: Asked, how: Chosen) -> None:
     """Print texts with their gaps filled in: [MASK] is one token, [MASK:4] four."""
-    samples = load(model).fill(
-        read(texts, file),
-        num_samples,
-        seed,
-        mode=mode,
-        temperature=temperature,
-        top_p=top_p,
-    )
-    show_texts(samples, json)
+    texts = words.read()
+    samples = words.load().fill(texts, **vars(how))
+    words.show(samples, [sample.text for sample in samples])
 
 
-def generate(
-    model: Model,
-    texts: Texts,
-    new_tokens: int | None = None,
-    num_samples: int = 1,
-    seed: int = 0,
-    mode: str | None = None,
-    temperature: float = 0.7,
-    top_p: float = 1.0,
-    file: str | None = None,
-    json: bool = False,
-) -> None:
+def generate(words: Asked, how: Chosen, new_tokens: int | None = None) -> None:
     """Print continuations of texts by 60 tokens, or --new-tokens; of a model of records
     to their end. --mode l2r reads best."""
-    text_model = load(model)
-    if new_tokens is None and text_model.end is None:
+    texts = words.read()
+    model = words.load()
+    if new_tokens is None and model.end is None:
         new_tokens = 60
-    samples = text_model.generate(
-        read(texts, file),
-        new_tokens,
-        num_samples,
-        seed,
-        mode=mode,
-        temperature=temperature,
-        top_p=top_p,
-    )
-    show_texts(samples, json)
+    samples = model.generate(texts, new_tokens, **vars(how))
+    words.show(samples, [sample.text for sample in samples])
 
 
 FUNCTIONS = {

@@ -246,8 +246,10 @@ class HarnessModel(TemplateLM):
             )
             engine = options.engine(self.model, self.loaded.vocab_size)
             (sample,) = modes.generate_rows(engine, planned)
-            answer = sample[len(context) :]
-            texts.append(modes.text_until(self.tokenizer, answer, stops))
+            answer = modes.text_until_end(self.tokenizer, sample[len(context) :])
+            for stop in stops:
+                answer = answer.partition(stop)[0]
+            texts.append(answer)
         return texts
 
 

@@ -122,9 +122,9 @@ def _compared(
     nfe = samples.nfe.tolist()
     records = []
     rows = zip(questions.tokens.tolist(), samples.rows(), strict=True)
-    for number, (true, (filled, step, _)) in enumerate(rows):
-        text = modes.text_until(tokenizer, true[: len(filled)])
-        answer_text = modes.text_until(tokenizer, filled)
+    for number, (true, filled) in enumerate(rows):
+        text = modes.text_until_end(tokenizer, true[: len(filled.tokens)])
+        answer_text = modes.text_until_end(tokenizer, filled.tokens)
         if judge is None:
             is_right = answer_text == text
         else:
@@ -133,7 +133,7 @@ def _compared(
             "text": text,
             "answer": answer_text,
             "right": is_right,
-            "step": step,
+            "step": filled.step,
             "nfe": nfe[number],
         }
         records.append(record)
@@ -167,11 +167,11 @@ def page_of(
     board = judge.board if judge else None
     shown = []
     rows = zip(answers.samples.rows(), answers.records[:ON_PAGE], strict=False)
-    for (tokens, step, log_probs), record in rows:
+    for row, record in rows:
         sample = PageSample(
-            pieces=tokenizer.pieces(tokens),
-            step=step,
-            log_probs=log_probs,
+            pieces=tokenizer.pieces(row.tokens),
+            step=row.step,
+            log_probs=row.log_probs,
             board=board,
             caption="right" if record["right"] else "wrong",
         )

@@ -122,7 +122,7 @@ READERS = {
 PROTECTED = (".safetensors", ".bin", ".pt", "state.json", "export/config.json")
 OPTIONS = {
     "sample": "num-samples length temperature top-p top-k batch-size seed mode "
-    "block-size dtype weights device prompt infill jsonl html",
+    "block-size dtype weights device prompt jsonl html",
     "perplexity": "orders ensemble group num-orders max-sequences split json",
     "prepare": "limit val-fraction field tokenizer split source val out",
     "judge": "mode num-samples batch-size length judge json",
@@ -417,7 +417,7 @@ def run_folder(config):
 
 
 TEXTS = {
-    "prompts.jsonl": '{"prompt": "the "}\n{"infill": "of[MASK:3] step"}\n',
+    "prompts.jsonl": '{"prompt": "the "}\n{"prompt": "of[MASK:3] step"}\n',
     "samples.jsonl": '{"text": "any order"}\n{"text": "the model", "n": 1}\n',
     "text.jsonl": json.dumps({"text": "It was a bright cold day. " * 40}) + "\n",
     "notes.md": "mine",

@@ -11,12 +11,14 @@ from helpers import some_slow
 from reference import accept, seeded, tempered, truncated
 
 from aogpt.sampling import token_choice
-from aogpt.sampling.race import RACES, draw, fresh_uniforms
 from aogpt.sampling.simple import nucleus
 from aogpt.sampling.token_choice import (
+    RACES,
     TokenChoice,
     _nucleus,
     choose_tokens,
+    draw,
+    fresh_uniforms,
     probabilities,
 )
 

@@ -340,7 +340,7 @@ def test_a_prompt_is_read_as_utf_8_in_any_locale(run, tmp_path, variables):
     assert row["text"].startswith("\u00e9\u65e5")
 
 
-@pytest.mark.parametrize("option", ["--prompt", "--infill", "--jsonl", "--prompts"])
+@pytest.mark.parametrize("option", ["--prompt", "--jsonl", "--prompts"])
 def test_a_text_or_name_that_is_not_utf_8_is_refused(mistake, run, option):
     message = mistake(sample, run, option, os.fsdecode(b"a\xff"))
     assert message == r"error: 'a\udcff': give a name or text in UTF-8"

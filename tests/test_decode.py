@@ -39,7 +39,6 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from aogpt.evaluation.likelihood import decoding_nll, importance_weighted
 from aogpt.orders import Roles
-from aogpt.runtime import devices
 from aogpt.runtime.errors import UserError
 from aogpt.sampling import (
     Engine,
@@ -939,9 +938,7 @@ def test_on_a_device_without_float64_the_same_tokens_are_drawn(
         return generate(model, plan, tokens, uniforms=uniforms, choice=choice)
 
     expected = draw(model)
-    monkeypatch.setattr(
-        devices, "supports_float64", lambda device: device.type != "meta"
-    )
+    monkeypatch.setattr(batch, "WITHOUT_FLOAT64", ("meta",))
     with FactoryFunctions():
         moved = copy.deepcopy(model)
         for module in moved.modules():
@@ -1452,7 +1449,7 @@ def test_a_sample_that_has_ended_takes_no_more_passes(system, mode):
     end = int(whole.tokens[0, whole.step[0] >= 0][2])
     with mock.patch("aogpt.sampling.engine.STEPS_TO_END", 1):
         short = generate(model, plan, tokens, uniforms=uniforms_for(7), end_token=end)
-    for b, (row, step, _) in enumerate(whole.rows()):
+    for b, (row, step, *_) in enumerate(whole.rows()):
         # An end is one only after all that is given.
         last_given = max((p for p in range(len(row)) if step[p] < 0), default=-1)
         ends = [p for p, token in enumerate(row) if token == end and p > last_given]

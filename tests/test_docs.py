@@ -383,11 +383,8 @@ def small_commands():
             continue
         options = {word for word in arguments if word.startswith("--")}
         more = list(SMALL[script])
-        if script == "sample.py" and not options & {
-            "--infill",
-            "--prompts",
-            "--new-tokens",
-        }:
+        has_masks = any("[MASK" in word for word in arguments)
+        if script == "sample.py" and "--prompts" not in options and not has_masks:
             more += ["--length", "24"]
         if script == "data/prepare.py":
             dataset = prepare.DATASETS[arguments[0]]

@@ -30,7 +30,7 @@ SYSTEMS = [
 TEXTS = {
     "no prompt": [],
     "prompt": ["--prompt", "abc"],
-    "gaps": ["--infill", "a[MASK:3]b[MASK:3]c[MASK:3]"],
+    "gaps": ["--prompt", "a[MASK:3]b[MASK:3]c[MASK:3]"],
 }
 
 

@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from aogpt import __main__ as commands
 from aogpt.checkpoints import Loaded
 from aogpt.data.tokenizers import get_tokenizer
 from aogpt.runtime.errors import UserError
-from aogpt.sampling import gaps
+from aogpt.sampling import modes
 from aogpt.scoring import known_from, masked_logits, token_log_probs
 
 BOOKS = "results/books_model"
@@ -44,13 +45,11 @@ def small(system):
 
 def test_masks_are_read_and_their_length_is_compared_before_they_are_made():
     tokenizer = get_tokenizer("bytes")
-    context = gaps.encode_gaps("a[MASK:2][MASK]b", tokenizer, 8)
+    context = modes.encode_gaps("a[MASK:2][MASK]b", tokenizer, 8)
     assert context == [97, None, None, None, 98]
-    with pytest.raises(gaps.TooLong):
-        gaps.encode_gaps("a[MASK:999999999]", tokenizer, 8)
-    for text in ("a", "a[MASK:0]", "a[MASK:2-3]b"):
+    for text in ("a", "a[MASK:0]", "a[MASK:2-3]b", "a[MASK:999999999]"):
         with pytest.raises(UserError):
-            gaps.encode_gaps(text, tokenizer, 8)
+            modes.encode_gaps(text, tokenizer, 8)
 
 
 @pytest.mark.parametrize("system", ["AO-GPT", "RADD"])
@@ -139,9 +138,8 @@ def test_spans_are_of_whole_tokens_in_the_text(books):
     for spans, words in (
         ([(4, 4)], "4:4 is empty or not in the text"),
         ([(4, 99)], "4:99 is empty or not in the text"),
-        ([(4, 8), (6, 9)], "6:9 overlaps"),
         ([], "predict takes spans"),
-        ([("a", 1)], "is no span"),
+        ([("a", 1)], "predict is 'a', but it must be an integer"),
     ):
         with pytest.raises(UserError, match=words):
             books.score(["The mother smiled."], predict=spans)
@@ -154,19 +152,17 @@ def test_spans_are_of_whole_tokens_in_the_text(books):
     assert [value is None for value in joint.log_probs] == [True] * 2 + [False] * 3
 
 
-def test_text_that_is_perhaps_not_meant_so_gets_a_warning(books, monkeypatch, capsys):
-    text = "The [cat|dog] ran."
-    with pytest.warns(UserWarning, match="rank compares alternatives"):
-        books.score([text])
-    with pytest.warns(UserWarning, match="rank compares alternatives"):
-        books.score([text], predict=[(0, 3)])
-    with pytest.warns(UserWarning, match="leave the space out"):
-        books.fill(["The [MASK] ran."])
-    with pytest.warns(UserWarning, match=r"1 time <\|endoftext\|> is read"):
+def test_special_tokens_that_are_read_as_text_get_a_warning(books, monkeypatch, capsys):
+    note = "1 time <|endoftext|> is read as ordinary"
+    with pytest.warns(UserWarning, match=re.escape(note)):
         books.fill(["<|endoftext|>The[MASK] ran."])
-    monkeypatch.setattr("sys.argv", ["aogpt", "score", BOOKS, text])
+    words = ["aogpt", "blanks", BOOKS, "<|endoftext|>The[MASK] ran."]
+    monkeypatch.setattr("sys.argv", words)
     commands.main()
-    assert capsys.readouterr().err.startswith("note: [cat|dog] is scored as")
+    assert capsys.readouterr().err.startswith(f"note: {note}")
+    for settings in ({}, {"predict": [(0, 3)]}):
+        with pytest.warns(UserWarning, match="rank compares alternatives"):
+            books.score(["The [cat|dog] ran."], **settings)
 
 
 def test_alternatives_rank_by_the_probability_of_the_whole_text(books):
@@ -204,18 +200,11 @@ def test_mistakes_are_told(books):
         (lambda: books.fill(["a"]), "there is no mask"),
         (lambda: books.fill(["a[MASK]"], temprature=1), "no option 'temprature'"),
         (lambda: books.rank(["a"]), "no alternatives"),
-        (lambda: plain.fill(["a[MASK]b"]), "can only continue"),
+        (lambda: plain.fill(["a[MASK]b"]), "plain GPT"),
         (lambda: plain.blanks(["a[MASK]b"]), "plain GPT"),
     ):
         with pytest.raises(UserError, match=words):
             call()
-
-
-def test_a_model_says_what_it_is(books):
-    assert repr(books) == (
-        f"TextModel({books.loaded.description}; any order, 5.8M parameters, blocks of "
-        "256 tokens, english, cpu)"
-    )
 
 
 def test_a_command_without_a_text_says_so(monkeypatch):
@@ -238,11 +227,6 @@ def test_commands_read_a_text_a_line_and_print_json(
     row = json.loads(run_main(commands, monkeypatch, capsys, *words))
     (joint,) = books.score(["The mother."], predict=[(4, 10)])
     assert math.isclose(row["log_prob"], joint.log_prob, rel_tol=1e-5)
-    monkeypatch.setattr("sys.argv", ["aogpt", "score", BOOKS, str(file)])
-    commands.main()
-    assert "is read as text; --file" in capsys.readouterr().err
-    words = ["rank", BOOKS, "The [cat|tax] barked." + " It ran." * 60]
-    assert "%" in run_main(commands, monkeypatch, capsys, *words)  # no name of a file
     monkeypatch.setattr("sys.argv", ["aogpt", "score", BOOKS, "a", "--file", "b"])
     with pytest.raises(UserError, match="give texts after the model"):
         commands.main()

@@ -589,7 +589,7 @@ def test_a_decoder_is_trained_scored_and_sampled(llama, tmp_path, monkeypatch, c
     printed = run_main(train, monkeypatch, capsys, *words, "--train.steps", 3)
     assert "resumed" in printed
     printed = run_main(
-        sample, monkeypatch, capsys, run, "--infill", "the quick[MASK:4] fox"
+        sample, monkeypatch, capsys, run, "--prompt", "the quick[MASK:4] fox"
     )
     assert "the quick" in printed
     assert "[MASK" not in printed
@@ -695,7 +695,7 @@ def test_an_encoder_starts_from_a_pretrained_decoder(
     assert len(losses) == 3  # of the first one before all steps
     assert losses[-1] < losses[0] - 0.3
     run = tmp_path / "encoder"
-    printed = run_main(sample, monkeypatch, capsys, run, "--infill", "the[MASK:3] fox")
+    printed = run_main(sample, monkeypatch, capsys, run, "--prompt", "the[MASK:3] fox")
     assert "[MASK" not in printed
 
     encoder = build_model(load(run).model.config)

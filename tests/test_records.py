@@ -351,17 +351,17 @@ def test_of_a_thousand_samples_in_random_order_each_ends_once(
         assert row["text"].startswith("bc")
         assert row["prompt_index"] == 0
         assert row["step"][:2] == [-1, -1]
-    for row in draw("--prompt", "bc", "--new-tokens", 2):
+    for row in draw("--prompt", "bc", "--length", 4):
         assert row["length"] == 4
-    for row in draw("--infill", "a[MASK]c[MASK:3]"):
+    for row in draw("--prompt", "a[MASK]c[MASK:3]"):
         assert (row["length"], row["text"][0], row["text"][2]) == (6, "a", "c")
     for row in draw("--prompts", run.data.folder, "--rows", 1, "--num-samples", 2):
-        assert row["infill"] == f"[MASK:{row['length']}]"
+        assert row["prompt"] == f"[MASK:{row['length']}]"
     for options, words in (
         (["--until-end"], "--until-end: this run knows the end"),
-        (["--length", 16], "at most 15 tokens"),
+        (["--length", 16], "at most 15"),
         (["--prompt", "a" * 16], "at most 15"),
-        (["--infill", "[MASK:16]"], "exceed"),
+        (["--prompt", "[MASK:16]"], "exceed"),
     ):
         with pytest.raises(UserError, match=words):
             draw(*options)

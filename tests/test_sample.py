@@ -22,7 +22,6 @@ from helpers import (
     some_slow,
     torchrun,
     wait_for,
-    write_jsonl,
     write_rows,
 )
 
@@ -39,7 +38,7 @@ from aogpt.sampling import engine, modes
 
 ROWS = [
     {"prompt": "the "},
-    {"infill": "[MASK:2]the[MASK:1] é[MASK:3]"},
+    {"prompt": "[MASK:2]the[MASK:1] é[MASK:3]"},
     {"prompt": "", "length": 7},
 ]
 # of these, as `check_given` wants them
@@ -153,7 +152,7 @@ def test_every_kind_of_order_is_one_to_sample_by(draw, kind, tmp_path):
         orders.append(drawn)
     words = ["--mode", text, "--seed", 5, "--num-samples", 3]
     assert column(draw(*words), "order") == orders
-    filled = draw(*words, "--infill", "[MASK:2]the[MASK:11]")
+    filled = draw(*words, "--prompt", "[MASK:2]the[MASK:11]")
     for line, order in zip(filled, orders, strict=True):
         rest = [position for position in order if position not in (2, 3, 4)]
         assert line["order"] == [2, 3, 4, *rest]
@@ -327,7 +326,6 @@ def test_a_prompt_is_kept_and_only_the_rest_is_generated(draw, mode, prompt):
         check_given(line, prompt, LENGTH - len(prompt.encode()))
         assert line["text"].startswith(prompt)
         assert line["prompt"] == prompt
-        assert "infill" not in line
 
 
 INFILLS = {
@@ -350,10 +348,9 @@ def test_an_infill_keeps_its_text_and_fills_every_mask_with_so_many_tokens(
     draw, mode, infill
 ):
     expected = INFILLS[infill]
-    for line in draw(*MODES[mode], "--infill", infill, "--num-samples", 2):
+    for line in draw(*MODES[mode], "--prompt", infill, "--num-samples", 2):
         check_given(line, *expected)
-        assert line["infill"] == infill
-        assert "prompt" not in line
+        assert line["prompt"] == infill
 
 
 def test_a_file_of_prompts_gives_every_prompt_its_samples_in_its_order(draw, prompts):
@@ -380,8 +377,7 @@ def test_rows_of_a_jsonl_file_have_their_own_kinds_and_lengths(
     assert column(samples, "length") == [16, 16, 12, 12, 7, 7]
     for number, line in enumerate(samples):
         check_given(line, *PARTS[number // 2])
-        kinds = {key: line[key] for key in ("prompt", "infill") if key in line}
-        assert kinds.items() <= ROWS[number // 2].items()
+        assert line["prompt"] == ROWS[number // 2]["prompt"]
     status, out, err = script(sample, run, *words)
     assert status == 0
     assert "6 samples of 7 to 16 tokens" in err
@@ -420,23 +416,11 @@ def test_an_encoder_takes_every_mode_but_speculation(draw, mistake, encoder, pro
 
 def test_a_model_without_target_positions_continues_left_to_right(draw, plain, prompts):
     rows = prompts(
-        [{"prompt": ""}, {"prompt": "any"}, {"infill": "the[MASK:2][MASK:2]"}]
+        [{"prompt": ""}, {"prompt": "any"}, {"prompt": "the[MASK:2][MASK:2]"}]
     )
     samples = draw("--mode", "l2r", "--num-samples", 1, "--prompts", rows, path=plain)
     steps = [[*range(16)], [-1] * 3 + [*range(13)], [-1] * 3 + [*range(4)]]
     assert column(samples, "step") == steps
-
-
-def test_a_terminal_shows_what_was_generated_in_bold(script, run, monkeypatch, draw):
-    arguments = ["--infill", "the [MASK:3]é[MASK:1]", "--num-samples", 1]
-    (line,) = draw(*arguments)
-    assert "\033" not in script(sample, run, *arguments)[1]
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    _, out, _ = script(sample, run, *arguments)
-    middle = get_tokenizer("bytes").decode(line["tokens"][4:7])
-    assert f"the \033[1m{middle}\033[0mé\033[1m" in out
-    # nothing given, nothing to tell apart
-    assert "\033" not in script(sample, run, "--num-samples", 1)[1]
 
 
 @pytest.fixture
@@ -460,8 +444,8 @@ def words(text):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("--prompt | xxxxxxxxxxxxxxxx", "16 tokens | --length is 16 | at most 16"),
-        ("--length | 17", "--length is 17 | at most 16 tokens"),
+        ("--prompt | xxxxxxxxxxxxxxxx", "16 tokens | length is 16 | at most 16"),
+        ("--length | 17", "length is 17 | at most 16"),
         ("--mode | mmd", "--mode mmd: there is no such mode | mdm, even"),
         ("--mode | mdm:steps=0", "--mode mdm:steps=0: steps is 0 | at least 1"),
         ("--mode | mdm:steps=few", "steps is 'few', not of type int"),
@@ -490,25 +474,15 @@ def words(text):
         ("--device | banana", "device 'banana'"),
         ("--seed | 9999999999999999999999", "seed"),
         ("--modes | l2r", "--modes | --mode"),
-        (
-            "--prompt | a | --infill | [MASK:1]",
-            "one of --prompt, --infill and --prompts",
-        ),
+        ("--prompt | a | --prompts | b.txt", "one of --prompt and --prompts"),
         ("--prompts | nowhere.txt", "--prompts nowhere.txt: there is no such file"),
         ("--prompts | README.md", "--prompts README.md | .txt | .jsonl"),
-        ("--infill | no mask", "--infill: there is no mask | [MASK:n]"),
-        ("--infill | a [MASK:]", "'[MASK:]' is not a mask | [MASK:n]"),
-        ("--infill | [MASK:1] [MASK:0]", "'[MASK:0]' is not a mask | at least 1"),
-        (f"--infill | [MASK:{'9' * 5000}]", "is not a mask"),
-        (
-            "--infill | xxxxxxxxxxxxxxxx[MASK:1]",
-            "--infill | block size, 16 tokens; shorten",
-        ),
-        ("--infill | a[MASK:1] | --length | 8", "--infill | leave out --length"),
-        (
-            "--infill | a[MASK:1] | --new-tokens | 5",
-            "--infill | leave out --new-tokens",
-        ),
+        ("--prompt | a [MASK:]", "'[MASK:]' is not a mask | [MASK:n]"),
+        ("--prompt | [MASK:1] [MASK:0]", "'[MASK:0]' is not a mask | at least 1"),
+        (f"--prompt | [MASK:{'9' * 5000}]", "is not a mask"),
+        (f"--prompt | [MASK:{'9' * 9}]", "exceed what the model takes"),
+        ("--prompt | xxxxxxxxxxxxxxxx[MASK:1]", "--prompt: text | 16 tokens; shorten"),
+        ("--prompt | a[MASK:1] | --length | 8", "--prompt | leave out the length"),
     ],
     ids=lambda text: text[:40],
 )
@@ -522,20 +496,16 @@ def test_a_bad_argument_of_sample_ends_with_status_2_and_a_message(
 BAD_FILES = [
     ("txt", b"", "it has no prompt"),
     ("txt", b"ok\n\ncaf\xe9\n", "line 3 | UTF-8"),
-    ("txt", b"\n\nxxxxxxxxxxxxxxxx", "line 3 | 16 tokens | --length is 16"),
+    ("txt", b"\n\nxxxxxxxxxxxxxxxx", "line 3 | 16 tokens | length is 16"),
     ("jsonl", b'{"prompt": "a"}\n{"prompt": ', "line 2 | not JSON"),
-    ("jsonl", b'\n"text"', "line 2 | this is a str, not an object"),
-    ("jsonl", b"{}", "line 1 | found keys (none)"),
+    ("jsonl", b'\n"text"', "line 2 | must be a table of keys"),
+    ("jsonl", b"{}", "line 1 | it lacks prompt"),
     ("jsonl", b'{"prompt": "a", "lenght": 3}', "line 1 | 'lenght'"),
-    ("jsonl", b'{"prompt": ["a"]}', 'line 1 | "prompt" must be text, not ["a"]'),
-    (
-        "jsonl",
-        b'{"prompt": "a", "length": true}',
-        "line 1 | must be a whole number, not true",
-    ),
-    ("jsonl", b'{"prompt": "a", "length": 0}', "line 1 | 1 tokens and length is 0"),
-    ("jsonl", b'{"infill": "[MASK:1]", "length": 3}', 'line 1 | leave out "length"'),
-    ("jsonl", b'{"prompt": "a"}\n{"infill": "a"}', "line 2 | there is no mask"),
+    ("jsonl", b'{"infill": "a[MASK]"}', "line 1 | 'infill' | prompt, length"),
+    ("jsonl", b'{"prompt": ["a"]}', "line 1 | prompt | must be a string"),
+    ("jsonl", b'{"prompt": "a", "length": true}', "line 1 | must be an integer"),
+    ("jsonl", b'{"prompt": "a", "length": 0}', "line 1 | 1 tokens | length is 0"),
+    ("jsonl", b'{"prompt": "[MASK:1]", "length": 3}', "line 1 | leave out the length"),
 ]
 
 
@@ -555,27 +525,11 @@ def test_the_help_shows_defaults_as_they_are(script):
     assert "['None']" not in shown
 
 
-def test_a_text_with_masks_that_is_too_long_is_left_out(draw, script, run, tmp_path):
-    texts = ("a[MASK:2]", "a[MASK:16]", "b[MASK:3]")
-    path = write_jsonl(tmp_path / "a.jsonl", texts, field="infill")
-    assert column(draw("--prompts", path, "--num-samples", 1), "prompt_index") == [0, 2]
-    _, _, err = script(sample, run, "--prompts", path)
-    assert "skipped 1 of 3 prompts" in err
-    assert f"{path} line 2: text and masks exceed" in err
-
-
 @pytest.mark.parametrize("mode", ["confidence", "mdm", "speculative", "l2r:group=2"])
 def test_a_model_without_target_positions_goes_left_to_right_only(refused, plain, mode):
     said = refused("--mode", mode, path=plain)
     assert "plain GPT" in said
     assert "take mode l2r, one token a step" in said
-
-
-def test_a_mask_in_a_prompt_is_told(refused, prompts):
-    said = refused("--prompt", "the[MASK:2] end")
-    assert "--prompt: the text has a mask, [MASK:2]: give it to --infill" in said
-    file = prompts("the\nthe [MASK] end\n")
-    assert "line 2: the text has a mask, [MASK]" in refused("--prompts", file)
 
 
 def test_a_model_without_a_start_token_needs_text_to_begin_with(
@@ -587,8 +541,8 @@ def test_a_model_without_a_start_token_needs_text_to_begin_with(
     )
     message = "this model has no start token, as its tokenizer"
     assert f"--prompt: {message}" in refused()
-    assert f"--infill: {message}" in refused("--infill", "[MASK:1]a")
-    check_given(draw("--infill", "a[MASK:1]")[0], "a", 1)
+    assert f"--prompt: {message}" in refused("--prompt", "[MASK:1]a")
+    check_given(draw("--prompt", "a[MASK:1]")[0], "a", 1)
 
 
 def test_log_probabilities_follow_from_what_is_written(draw, run):
@@ -596,7 +550,7 @@ def test_log_probabilities_follow_from_what_is_written(draw, run):
     1e-5: six digits of float32."""
     model = checkpoint.load_model(run)
     infill = "[MASK:5]the [MASK:6]"
-    for line in draw("--mode", "random:group=4", "--infill", infill):
+    for line in draw("--mode", "random:group=4", "--prompt", infill):
         tokens = torch.tensor([line["tokens"]])
         order = line["order"]
         steps = [line["step"][position] for position in order]
@@ -616,46 +570,15 @@ def test_log_probabilities_follow_from_what_is_written(draw, run):
             assert log_prob == pytest.approx(line["log_probs"][position], abs=1e-5)
 
 
-def test_what_a_user_expects_of_prompts(draw, script, run, plain, prompts):
+def test_what_a_user_expects_of_prompts(draw, plain, prompts):
     (line,) = draw("--num-samples", 1, path=plain)
     assert line["settings"]["mode"] == "l2r"
-    check_given(draw("--prompt", "any", "--new-tokens", 4)[0], "any", 4)
     assert draw("--prompt", "None", "--num-samples", 1)[0]["text"].startswith("None")
-    many = prompts("ok\n" + "x" * 40 + "\nany\n")
-    lines = draw("--prompts", many, "--num-samples", 1)
+    words = ["--num-samples", 1, "--prompts", prompts("ok\nno\nany\n")]
+    first, _, last = draw(*words)
+    lines = draw(*words, "--rows", 1, 3)
     assert column(lines, "prompt_index") == [0, 2]
-    first, _, last = draw("--prompts", prompts("ok\nno\nany\n"), "--num-samples", 1)
     assert column(lines, "tokens") == [first["tokens"], last["tokens"]]
-    many = prompts("ok\n" + "x" * 40 + "\nany\n")
-    _, _, err = script(sample, run, "--prompts", many)
-    assert "skipped 1 of 3 prompts" in err
-    assert "prompts.txt line 2" in err
-
-
-@pytest.mark.parametrize(
-    "mode, note",
-    [
-        ([], ""),
-        (["--mode", "l2r"], ""),
-        (["--mode", "confidence:block=4"], ""),
-        (["--mode", "speculative:order=l2r"], ""),
-        (["--mode", "mdm"], "this mode can fill in what follows the end"),
-        (["--mode", "confidence"], "this mode can fill in"),
-        (["--mode", "speculative"], "this mode can fill in"),
-        (["--mode", "random"], "this mode can fill in"),
-        (["--mode", "r2l"], "this mode can fill in"),
-    ],
-)
-def test_until_end_goes_from_left_to_right_or_names_block(script, run, mode, note):
-    status, _, err = script(sample, run, "--num-samples", 1, "--until-end", *mode)
-    assert status == 0
-    if note:
-        assert note in err
-        assert "block=4" in err
-    else:
-        assert "note:" not in err
-    _, _, err = script(sample, run, "--num-samples", 1, *mode)
-    assert "note:" not in err
 
 
 def test_until_end_without_a_mode_draws_what_l2r_draws(draw):
@@ -710,18 +633,3 @@ def test_a_huge_number_of_samples_takes_no_more_memory_than_a_part(run, tmp_path
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     assert len(read_lines(path)) >= modes.MOST_AT_ONCE
-
-
-def test_generated_text_is_bold_on_a_terminal():
-    pieces = ["an ", "old\a", "漢"]
-    text = sample.emphasised(pieces, [-1, 1, 0])
-    assert text == "an \033[1mold\\x07漢\033[0m"
-
-
-def test_blocks_longer_than_every_sample_are_told():
-    """The orders are then those of one block: from left to right in slots."""
-    note = "blocks of slots:block=9 are longer than the samples, 8 tokens"
-    for mode in ("slots:block=9", "speculative:order=slots,block=9"):
-        assert note in modes.block_note(modes.parse_mode(mode), longest=8)
-    for mode in ("slots:block=8", "mdm", "confidence:block=9"):
-        assert modes.block_note(modes.parse_mode(mode), longest=8) == ""

@@ -20,10 +20,10 @@ MOST_OF_STEP = {"functions": 40, "files": 9}
 # After the model is loaded, up to the end of the command: words of sample.py MODEL, and
 # how many functions in how many files they may run.
 MOST_OF_SAMPLES = {
-    "--mode mdm:steps=4 --length 16 --num-samples 2": (114, 16),
-    "": (128, 17),
-    "--mode confidence": (120, 17),
-    "--mode l2r --temperature 0.7 --top-p 0.9 --prompt Once": (121, 17),
+    "--mode mdm:steps=4 --length 16 --num-samples 2": (103, 14),
+    "": (109, 14),
+    "--mode confidence --length 16": (108, 14),
+    "--mode l2r --temperature 0.7 --top-p 0.9 --prompt Once --length 16": (108, 14),
 }
 MOST_OF_SCORE = {"functions": 102, "files": 14}
 

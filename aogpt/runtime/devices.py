@@ -7,7 +7,6 @@ import os
 import shutil
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .errors import UserError
 
@@ -97,17 +96,6 @@ def supports_float64(device: torch.device) -> bool:
 def can_run_triton(device: torch.device) -> bool:
     """Return whether Triton's kernels can run on the device."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
-
-
-def attention_of_many_shapes():
-    """Return a context without cuDNN's attention, which takes 23 to 440 ms to plan each
-    new shape."""
-    kernels = [
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,
-    ]
-    return sdpa_kernel(kernels)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..model import AOGPT, head_chunk
-from ..runtime import devices
 from ..systems import log_linear_noise
 from .cached import (
     KVCache,
@@ -34,6 +33,7 @@ from .token_choice import TokenChoice, choose_tokens
 # Logits whose tokens are drawn at once on a CPU: they and their copies stay in its
 # cache.
 CPU_CHUNK_ELEMENTS = 2**19
+WITHOUT_FLOAT64 = ("mps",)  # kinds of devices
 
 OnUnmasked = Callable[[int], Any] | None  # called with the number of positions unmasked
 
@@ -90,7 +90,7 @@ class Batch:
         self.device = model.wte.weight.device
         # Draws take float64; where the device has none, they are made on the CPU.
         self.draw_device = self.device
-        if not devices.supports_float64(self.device):
+        if self.device.type in WITHOUT_FLOAT64:
             self.draw_device = torch.device("cpu")
         # logits alive at once
         self.head_rows = head_chunk(model.config.vocab_size, self.device.type)

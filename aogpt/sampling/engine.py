@@ -9,11 +9,12 @@ Shapes: B samples in flight, T positions, G steps."""
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..model import AOGPT, ModelConfig
 from ..runtime import devices
@@ -26,6 +27,8 @@ from .scores import rule_of
 from .speculation import speculate
 from .token_choice import TokenChoice
 
+# Not cuDNN's attention, which takes 23 to 440 ms to plan each new shape.
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Steps between two looks at which samples have ended, which wait for the device.
 STEPS_TO_END = 8
 
@@ -66,14 +69,24 @@ class Generation:
             order=torch.cat([part.order for part in parts]),
         )
 
-    def rows(self) -> Iterator[tuple[list[int], list[int], list[float]]]:
-        """Yield tokens, steps and log-probabilities of each sample, as long as it
-        is."""
+    def rows(self) -> Iterator["SampleRow"]:
+        """Yield each sample, as long as it is."""
         for b, length in enumerate(self.length.tolist()):
-            tokens = self.tokens[b, :length].tolist()
-            step = self.step[b, :length].tolist()
-            log_probs = self.log_probs[b, :length].tolist()
-            yield tokens, step, log_probs
+            yield SampleRow(
+                tokens=self.tokens[b, :length].tolist(),
+                step=self.step[b, :length].tolist(),
+                log_probs=self.log_probs[b, :length].tolist(),
+                order=self.order[b][self.order[b] < length].tolist(),
+            )
+
+
+class SampleRow(NamedTuple):
+    """A sample of a `Generation`, by position, and the order of its positions."""
+
+    tokens: list[int]
+    step: list[int]
+    log_probs: list[float]
+    order: list[int]
 
 
 class Engine:
@@ -141,8 +154,7 @@ class Engine:
         Raises UserError for what does not fit together, without memory, and for output
         that is not finite."""
         B, T = plan.order.shape
-        self.check(plan)
-        tokens, uniforms = self.check_tensors(plan, tokens, uniforms, forced)
+        tokens, uniforms = self.checked(plan, tokens, uniforms, forced)
         size = min(B, self.batch_size or B)
         unmasked = 0
 
@@ -167,7 +179,7 @@ class Engine:
                         progress=count,
                     )
                     parts.append(part)
-                return Generation.joined(parts)
+                return parts[0] if len(parts) == 1 else Generation.joined(parts)
             except (MemoryError, RuntimeError) as error:
                 if not devices.out_of_memory(error):
                     raise
@@ -216,7 +228,7 @@ class Engine:
         )
         # Triton's kernels run on the current GPU.
         on_device = torch.accelerator.device_index(self.device.index)
-        with on_device, devices.attention_of_many_shapes(), self.shapes():
+        with on_device, sdpa_kernel(KERNELS), self.shapes():
             batch = self.batch_of(size, T)
             batch.begin(plan, tokens, uniforms, forced)
             if plan.draft:
@@ -260,8 +272,16 @@ class Engine:
             self.batch = batch
         return batch
 
-    def check(self, plan: Plan) -> None:
-        """Raise UserError for a plan that the model cannot follow."""
+    def checked(
+        self,
+        plan: Plan,
+        tokens: Tensor | None,
+        uniforms: Tensor | torch.Generator | None,
+        forced: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the given tokens, 0 elsewhere, and the uniforms, drawn where they are
+        not tensors. Raises UserError for a plan that the model cannot follow, and for
+        what does not fit it."""
         c = self.model.config
         B, T = plan.order.shape
         if self.model.training:
@@ -273,16 +293,6 @@ class Engine:
                 f"samples of {T} tokens, but the model takes up to {c.block_size}"
             )
         check_plan(plan, c)
-
-    def check_tensors(
-        self,
-        plan: Plan,
-        tokens: Tensor | None,
-        uniforms: Tensor | torch.Generator | None,
-        forced: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the given tokens, 0 elsewhere, and the uniforms, drawn where they are
-        not tensors. Raises UserError if they do not fit the plan and the model."""
         given = plan.given
         if tokens is None:
             if given.any():
@@ -310,7 +320,6 @@ class Engine:
                 "uniforms must lie in [0, 1); torch.rand in float64 makes such numbers"
             )
         tokens = tokens.cpu().where(given, 0)
-        c = self.model.config
         ids = c.vocab_size if c.mask_token is None else c.mask_token
         for name, values in (("given", tokens), ("forced", forced)):
             if values is not None and ((values < 0) | (values >= ids)).any():

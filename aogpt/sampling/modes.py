@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+from ..data.record_end import RecordEnd
 from ..data.tokenizers import Tokenizer
 from ..model import AOGPT, ModelConfig
-from ..orders import ORDER_KINDS, parse_order, parse_settings, setting_types
+from ..orders import ORDER_KINDS, parse_settings, setting_types
 from ..runtime.command_line import visible
 from ..runtime.errors import UserError
 from ..runtime.processes import Processes
@@ -28,20 +29,19 @@ from ..runtime.validation import Count, check_value, check_values
 from ..scoring import check_boolean
 from .ends import cut_at_end
 from .engine import Engine, Generation, check_plan
-from .plans import MODES, Plan, Samples, order_plan, score_plan
+from .plans import MODES, Context, Plan, Samples, order_plan, score_plan
+from .records import MOST_CONTEXTS, contexts_with_end, end_first, without_end
 from .scores import SCORES
 from .token_choice import TokenChoice
 
-# The tokens of a sample, None where they are to be generated.
-Context = list[int | None]
 PlanFunction = Callable[[Samples], Plan]
 
-RECORDS_NOTE = (
-    "note: this run was trained on records: where these have prompts, a sample without "
-    "one means nothing (sample.py --prompts DATA)"
-)
 MOST_AT_ONCE = 1024  # samples that are planned and generated together
 BATCH_SIZE = 16  # samples in flight, if the user does not say
+
+# [MASK:3] in a text is three tokens to fill in, [MASK] one.
+MASK = re.compile(r"(\[MASK\b[^\]]*\]?)")
+LENGTH = re.compile(r"\[MASK(?::0*([1-9]\d{0,8}))?\]")  # without leading zeros
 
 
 # ---- modes ---------------------------------------------------------------------------
@@ -63,8 +63,10 @@ def parse_mode(text: str, option: str = "--mode") -> PlanFunction:
         order = named[1] if named else parameters["order"].default
     if order is not None:
         types.update(setting_types(order))
-    _, values = parse_settings(text, types, example, option)
     arguments: dict[str, Any] = {}
+    values = {}
+    if written:
+        _, values = parse_settings(text, types, example, option)
     of_order = []
     for key, value in values.items():
         if key in parameters:
@@ -188,46 +190,6 @@ class DecodingOptions(TokenChoice):
         )
 
 
-def block_note(mode: PlanFunction, longest: int) -> str:
-    """Return a line on orders in blocks that are longer than all samples; "" for
-    others. longest: tokens of the longest sample."""
-    order = getattr(mode, "keywords", {}).get("order")
-    if order is None or "block" not in setting_types(order.partition(":")[0]):
-        return ""
-    if not parse_order(order, "order").has_longer_blocks(longest):
-        return ""
-    return (
-        f"note: the blocks of {order} are longer than the samples, {longest} tokens, "
-        "which are one block each"
-    )
-
-
-def end_note(plan: Plan) -> str:
-    """Return a line on samples that are cut at their end-of-text, where positions after
-    it can be filled in before those in front of it; "" where they come last."""
-    is_chosen = plan.unmask_by != "order" and plan.block is None
-    both = plan.generated[:, 1:] & plan.generated[:, :-1]
-    falls = (plan.order.diff(dim=1) < 0) & both
-    if plan.block is not None or not (is_chosen or falls.any()):
-        return ""
-    return (
-        "note: this mode can fill in what follows the end of a text before the text, "
-        "which costs right answers: take --mode l2r, or --mode confidence:block=4"
-    )
-
-
-def check_context(context: Context, config: ModelConfig, scored_from: int) -> None:
-    """Raise UserError if a model cannot generate there. scored_from: of `Loaded`."""
-    if scored_from:
-        check_start(context[0] is not None, scored_from)
-    if config.l2r_only:
-        first = context.index(None)
-        if any(token is not None for token in context[first:]):
-            raise UserError(
-                "this model can only continue a text: write one mask, at the end"
-            )
-
-
 def check_start(has_text: bool, scored_from: int) -> None:
     """Raise UserError for a model without a start token that gets no text to begin
     with. scored_from: of `Loaded`."""
@@ -250,17 +212,59 @@ def changed_settings(settings: Mapping, shown: Collection[str] = ()) -> list[str
     return changed
 
 
-# ---- plans of samples ----------------------------------------------------------------
+# ---- contexts ------------------------------------------------------------------------
 
 
-class PlannedSamples(NamedTuple):
-    """Samples whose randomness is drawn before the model runs: whatever the batches and
-    processes, they come out the same."""
+def encode_gaps(text: str, tokenizer: Tokenizer, longest: int) -> Context:
+    """Return the tokens of a text with masks, None in its gaps. Raises UserError for a
+    text without a mask, for a mask that is not written correctly, and for more than
+    `longest` tokens."""
+    first, *parts = MASK.split(text)  # then masks and texts in turn
+    if not parts:
+        raise UserError("there is no mask; write [MASK:n] for n new tokens")
+    tokens: Context = [*tokenizer.encode(first)]
+    for mask, after in zip(parts[::2], parts[1::2], strict=True):
+        length = LENGTH.fullmatch(mask)
+        if length is None:
+            raise UserError(
+                f"{mask[:40]!r} is not a mask; write [MASK:n] for n tokens, n at least "
+                "1"
+            )
+        # A mask can name any length: no list is made that is longer than necessary.
+        tokens += [None] * min(int(length[1] or 1), longest + 1)
+        if after:
+            tokens += tokenizer.encode_after(after)
+    if len(tokens) > longest:
+        raise UserError(
+            f"text and masks exceed what the model takes, {longest} tokens; shorten "
+            "them"
+        )
+    return tokens
 
-    plan: Plan
-    tokens: Tensor  # LongTensor (B, T), by position: the given tokens
-    # float64 (B, T) in [0, 1), by position: what tokens are drawn with
-    uniforms: Tensor
+
+def continued(
+    tokens: list[int], length: int | None, longest: int, end: RecordEnd | None
+) -> Context:
+    """Return the tokens of a prompt, and None for each that follows: up to `length`
+    tokens in all, by default `longest`, then the end of a record, where it is given.
+    Without a length that of a record is drawn later: see `contexts_with_end`."""
+    if end is not None and length is None and len(tokens) <= longest:
+        return [*tokens]
+    total = longest if length is None else length
+    if not len(tokens) < total <= longest:
+        raise UserError(
+            f"the prompt has {len(tokens)} tokens and the length is {total}: it must "
+            f"exceed the prompt and be at most {longest}, what the model takes"
+        )
+    context = [*tokens, *[None] * (total - len(tokens))]
+    return context if end is None else [*context, end.token]
+
+
+def refuse_masks(text: str, advice: str) -> None:
+    """Raise UserError for a text that has a mask where none is allowed."""
+    mask = MASK.search(text)
+    if mask is not None:
+        raise UserError(f"the text has a mask, {mask[0][:40]}: {advice}")
 
 
 def contexts_of(tokens: Tensor, given: Tensor, length: Tensor) -> list[Context]:
@@ -277,20 +281,17 @@ def contexts_of(tokens: Tensor, given: Tensor, length: Tensor) -> list[Context]:
     return contexts
 
 
-class Part(NamedTuple):
-    """Samples that are planned and generated together."""
-
-    contexts: range  # places in the list of contexts
-    samples: range  # numbers of the samples of each context
+# ---- plans of samples ----------------------------------------------------------------
 
 
-def parts_of(contexts: int, samples: int) -> Iterator[Part]:
-    """Yield all samples of all contexts in parts of at most MOST_AT_ONCE, in order."""
-    together = max(1, MOST_AT_ONCE // samples)
-    for first in range(0, contexts, together):
-        chosen = range(first, min(first + together, contexts))
-        for start in range(0, samples, MOST_AT_ONCE):
-            yield Part(chosen, range(start, min(start + MOST_AT_ONCE, samples)))
+class PlannedSamples(NamedTuple):
+    """Samples whose randomness is drawn before the model runs: whatever the batches and
+    processes, they come out the same."""
+
+    plan: Plan
+    tokens: Tensor  # LongTensor (B, T), by position: the given tokens
+    # float64 (B, T) in [0, 1), by position: what tokens are drawn with
+    uniforms: Tensor
 
 
 def plan_samples(
@@ -364,65 +365,76 @@ def generate_distributed(
             )
     if samples is not None and end_token is not None:
         samples = cut_at_end(engine, samples, plan, end_token)
-    parts = procs.gather(samples)
-    return Generation.joined([part for part in parts if part is not None])
+    parts = [part for part in procs.gather(samples) if part is not None]
+    return parts[0] if len(parts) == 1 else Generation.joined(parts)
+
+
+def generate_samples(
+    engine: Engine,
+    mode: PlanFunction,
+    contexts: dict[int, Context],
+    seed: int,
+    num_samples: int = 1,
+    procs: Processes | None = None,
+    label: str = "",
+    end: RecordEnd | None = None,
+    end_token: int | None = None,
+) -> Iterator[tuple[list[int], Generation]]:
+    """Yield the samples of contexts, with the key of the context of each one: in parts
+    of at most MOST_AT_ONCE samples, as soon as they are there. `num_samples` of one
+    context follow one another.
+
+    contexts: by keys below 2**32, on which the samples depend. end: of records, where
+    it is given. Other arguments are those of `generate_distributed`."""
+    procs = procs or Processes(0, 1, engine.device)
+    if end is not None:  # samples of one context differ in length
+        contexts = contexts_with_end(
+            end, contexts, seed, num_samples, engine.model.config.block_size
+        )
+        num_samples = 1
+    together = max(1, MOST_AT_ONCE // num_samples)
+    all_keys = list(contexts)
+    for start in range(0, len(all_keys), together):
+        keys = all_keys[start : start + together]
+        chosen = [contexts[key] for key in keys]
+        for first in range(0, num_samples, MOST_AT_ONCE):
+            count = min(MOST_AT_ONCE, num_samples - first)
+            planned = plan_samples(mode, chosen, seed, count, keys, first)
+            if end is not None:
+                planned = planned._replace(plan=end_first(planned.plan))
+            samples = generate_distributed(engine, planned, procs, label, end_token)
+            if end is not None:
+                samples = without_end(samples)
+            yield [key % MOST_CONTEXTS for key in keys for _ in range(count)], samples
 
 
 def generate_rows(engine: Engine, planned: PlannedSamples) -> list[list[int]]:
     """Return the tokens of samples that are made by this process alone."""
     samples = engine.generate(planned.plan, planned.tokens, planned.uniforms)
-    return [tokens for tokens, _, _ in samples.rows()]
+    return [row.tokens for row in samples.rows()]
 
 
-def text_until(
-    tokenizer: Tokenizer, tokens: list[int], stop: Sequence[str] = ()
-) -> str:
-    """Return the text of the tokens up to the first end-of-text or stop string."""
+def text_until_end(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    """Return the text of the tokens up to the first end-of-text."""
     if tokenizer.eot in tokens:
         tokens = tokens[: tokens.index(tokenizer.eot)]
-    text = tokenizer.decode(tokens)
-    return text[: first_stop(text, stop)]
+    return tokenizer.decode(tokens)
 
 
-def first_stop(text: str, stop: Sequence[str], after: int = 0) -> int:
-    """Return where the first of the stop strings begins, from `after` on, or else where
-    the text ends."""
-    end = len(text)
-    for string in stop:
-        place = text.find(string, after)
-        if place >= 0:
-            end = min(end, place)
-    return end
-
-
-def sample_records(
-    samples: Generation,
-    tokenizer: Tokenizer,
-    prompts: Sequence[tuple[str, str]] = (("prompt", ""),),
-) -> list[dict]:
+def sample_records(samples: Generation, tokenizer: Tokenizer) -> list[dict]:
     """Return a dict of every sample, as sample.py --jsonl writes it. Its lists are as
     long as the sample; step -1: given; log_probs: nats; order: the positions in the
-    order in which they became known.
-
-    prompts: of each, "prompt" or "infill" and its text; samples are in equal number for
-    each, those of a prompt one after the other."""
+    order in which they became known."""
     records = []
-    nfe = samples.nfe.tolist()
-    orders = samples.order.tolist()
-    for number, (tokens, step, log_probs) in enumerate(samples.rows()):
-        length = len(tokens)
-        prompt_index = number * len(prompts) // len(nfe)
-        kind, prompt = prompts[prompt_index]
+    for row, nfe in zip(samples.rows(), samples.nfe.tolist(), strict=True):
         record = {
-            "text": tokenizer.decode(tokens),
-            "prompt_index": prompt_index,
-            kind: prompt,
-            "length": length,
-            "tokens": tokens,
-            "step": step,
-            "order": [position for position in orders[number] if position < length],
-            "log_probs": [round(log_prob, 6) for log_prob in log_probs],
-            "nfe": nfe[number],
+            "text": tokenizer.decode(row.tokens),
+            "length": len(row.tokens),
+            "tokens": row.tokens,
+            "step": row.step,
+            "order": row.order,
+            "log_probs": [round(log_prob, 6) for log_prob in row.log_probs],
+            "nfe": nfe,
         }
         records.append(record)
     return records

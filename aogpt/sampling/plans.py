@@ -24,6 +24,8 @@ from ..runtime.errors import UserError
 from ..runtime.validation import Amount, Count
 from .scores import ALL_SCORES, RuleScore, rule_of
 
+# The tokens of a sample, None where they are to be generated.
+Context = list[int | None]
 Schedule = Literal["linear", "cosine"]
 UnmaskBy = Literal["order", RuleScore]
 

@@ -9,8 +9,7 @@ import torch
 from ..data.record_end import RecordEnd
 from ..runtime.randomness import LENGTHS, philox_bits, to_uniform
 from .engine import Generation
-from .modes import Context
-from .plans import Plan
+from .plans import Context, Plan
 
 # The key of a sample is this times its number plus the key of its context.
 MOST_CONTEXTS = 2**32
@@ -21,14 +20,15 @@ def contexts_with_end(
     contexts: Mapping[int, Context],
     seed: int,
     num_samples: int,
-    longest: int,
+    block_size: int,
 ) -> dict[int, Context]:
     """Return `num_samples` contexts for each one, by keys for `plan_samples`, with the
     end in its place.
 
     contexts: by key. One that has the end keeps its length. To others a length is drawn
-    that they fit, of at most `longest` tokens: a function of (seed, key, number of the
-    sample)."""
+    that they fit, together with the end in a block: a function of (seed, key, number of
+    the sample)."""
+    longest = end.longest_in(block_size)
     result = {}
     for key, context in contexts.items():
         known = len(context)

@@ -30,7 +30,7 @@ from torch import Tensor
 from ..model import AOGPT
 from ..runtime.errors import UserError
 from .cached import KVCache, predict_next
-from .race import draw
+from .token_choice import draw
 
 
 @torch.no_grad()

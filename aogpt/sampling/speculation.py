@@ -15,8 +15,7 @@ from torch import Tensor
 from .batch import Batch, CachedBatch, Tally
 from .cached import make_steps, ragged
 from .plans import Plan
-from .race import draw, fresh_uniforms
-from .token_choice import ACCEPTED, CORRECTED, probabilities
+from .token_choice import ACCEPTED, CORRECTED, draw, fresh_uniforms, probabilities
 
 
 def speculate(batch: Batch, plan: Plan, tally: Tally) -> None:

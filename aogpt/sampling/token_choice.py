@@ -2,29 +2,44 @@
 
 A categorical draw must not lose probability mass: Gumbel noise of float32 cannot reach
 improbable tokens and silently lowers the temperature (Zheng et al. 2024). Here the
-noise has 53 bits: it is hashed from the uniform number (`draw`).
+noise has 53 bits: it is hashed from the uniform number.
 
-Shapes: N rows, each a position to draw, V vocabulary; B samples of T positions."""
+The same sample shall come out of every batch, and batches round the weights
+differently. A cumulative sum (inverse CDF) adds rounding up over all ids, and may then
+draw another one. In a race every id has a time of its own, and the first one wins:
+rounding changes only races that end in a tie up to rounding.
+
+Shapes: N rows, each a position to draw, V vocabulary, K blocks of ids."""
 
 from dataclasses import dataclass, fields
 from typing import Annotated
 
 import torch
+import torch.nn.functional as F
 from annotated_types import Ge
 from torch import Tensor
 
 from ..runtime.validation import Count, Probability, check_values
-from .race import draw, fresh_uniforms, race
 
 Temperature = Annotated[float, Ge(0)]
 
 GREEDY_BELOW = 1e-10  # a temperature so low that logits divided by it could overflow
 
 # What a token's uniform number is used for beyond its first use: salts of
-# `fresh_uniforms`. From `race.RACES` on they are those of `draw`.
+# `fresh_uniforms`. From RACES on they are those of `race`.
 ACCEPTED = 1
 CORRECTED = 2
 REDRAWN = 3
+RACES = 4
+
+BLOCK = 64  # ids whose weights are added up first
+
+# splitmix64 (Steele et al. 2014): the increment, 2**64 over the golden ratio, and the
+# factors of the two mixing steps; minus 2**64, because torch's integers are signed.
+# Products wrap around.
+INCREMENT = 0x9E3779B97F4A7C15 - 2**64
+FIRST_FACTOR = 0xBF58476D1CE4E5B9 - 2**64
+SECOND_FACTOR = 0x94D049BB133111EB - 2**64
 
 
 @dataclass(frozen=True)
@@ -140,6 +155,9 @@ def _from(probs: Tensor, least: Tensor, ties: Tensor) -> Tensor:
     return torch.where(is_kept, probs, 0)
 
 
+# ---- top-p ---------------------------------------------------------------------------
+
+
 # The nucleus has one rule, "a token is kept if less than `wanted` is ranked before it,
 # the lower id first among equals", in three forms here; change all: `_nucleus`,
 # `_outside_nucleus`, `_nucleus_of_row`.
@@ -234,3 +252,86 @@ def _nucleus_of_row(probs: Tensor, rejected: Tensor, wanted: Tensor) -> Tensor:
     truncated = torch.where(mass_before < wanted, ranked, 0)
     nucleus = torch.zeros_like(probs)
     return nucleus.scatter_(0, ids[place], truncated)
+
+
+# ---- the draw ------------------------------------------------------------------------
+
+
+def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw one index a row with probability proportional to its weight: (N, V) >= 0,
+    (N,) -> LongTensor (N,).
+
+    A race: id i arrives at the time E_i / weight, where E_i is exponential, a hash of
+    the row's uniform number. The first one is drawn. (-log of the times are log weights
+    with Gumbel noise.) Blocks race first, then the ids of the first block: V / 64 + 64
+    numbers instead of V."""
+    index, _ = race(weights, uniforms)
+    return index
+
+
+def fresh_uniforms(uniforms: Tensor, salt: Tensor | int) -> Tensor:
+    """Return other uniform numbers (53 bits), a hash of the bits of these and of
+    `salt`, which broadcast: the output function of splitmix64."""
+    bits = _hash(uniforms, salt)
+    return bits.double() * 2.0**-53
+
+
+def _hash(uniforms: Tensor, salt: Tensor | int) -> Tensor:
+    """Return the 53 bits of `fresh_uniforms`."""
+    bits = uniforms.view(torch.int64)
+    z = bits * INCREMENT
+    z = z + salt  # one copy for each salt
+    # A shift of int64 copies the sign from the left: the masks keep the other bits.
+    shifted = z >> 30
+    shifted.bitwise_and_(2**34 - 1)
+    z.bitwise_xor_(shifted)
+    z.mul_(FIRST_FACTOR)
+    shifted = z >> 27
+    shifted.bitwise_and_(2**37 - 1)
+    z.bitwise_xor_(shifted)
+    z.mul_(SECOND_FACTOR)
+    shifted = z >> 31
+    shifted.bitwise_and_(2**33 - 1)
+    z.bitwise_xor_(shifted)
+    shifted = z >> 11
+    return shifted.bitwise_and_(2**53 - 1)
+
+
+def race(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the index (N,) that `draw` draws, and the total weight (N, 1), float64."""
+    V = weights.shape[1]
+    missing = -V % BLOCK
+    if missing:
+        weights = F.pad(weights, (0, missing))
+    blocks = weights.unflatten(1, (-1, BLOCK))  # (N, K, BLOCK)
+    block_sums = blocks.sum(dim=-1, dtype=torch.float64)  # (N, K)
+    K = blocks.shape[1]
+
+    # 1. Minus an exponential number for each id of a block and for each block: the log
+    #    of odd multiples of 2^-53, so that it is never 0, nor infinite.
+    last = RACES + BLOCK + K
+    salts = torch.arange(RACES, last, device=uniforms.device)
+    noise = _hash(uniforms[:, None], salts)
+    noise = noise.bitwise_or_(1)
+    noise = noise.double()
+    noise.mul_(2.0**-53)
+    noise.log_()
+    id_noise = noise[:, :BLOCK]
+    block_noise = noise[:, BLOCK:]
+
+    # 2. The first block.
+    scores = block_noise / block_sums
+    block = scores.argmax(dim=-1, keepdim=True)  # (N, 1)
+
+    # 3. The first id of that block.
+    index = block.unsqueeze(-1)
+    index = index.expand(-1, 1, BLOCK)
+    weights = blocks.gather(1, index)
+    weights = weights.squeeze(1)  # (N, BLOCK)
+    scores = id_noise / weights
+    column = scores.argmax(dim=-1, keepdim=True)  # (N, 1)
+
+    drawn = block * BLOCK + column
+    drawn = drawn.squeeze(1)
+    total = block_sums.sum(dim=-1, keepdim=True)
+    return drawn, total

@@ -7,7 +7,7 @@ import aogpt
 from aogpt.runtime.devices import pick_device
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.validation import Seed, check_value
-from aogpt.sampling import gaps
+from aogpt.sampling import modes
 
 from .fill import Fill, new_fill
 
@@ -130,7 +130,7 @@ class Session:
         self.fill = None
         self.beside = None
         text = load(settings.model or "")
-        context = gaps.encode_gaps(settings.text, text.tokenizer, text.block_size)
+        context = modes.encode_gaps(settings.text, text.tokenizer, text.block_size)
         self.fill = new_fill(text, context)
         self.selected = self.fill.next(settings.rule, settings.seed)
         self.source = (settings.model, settings.text)

@@ -15,7 +15,7 @@ from reference import make_system
 
 import aogpt
 from aogpt.checkpoints import Loaded
-from aogpt.sampling import gaps
+from aogpt.sampling import modes
 from aogpt.scoring import masked_logits, token_log_probs
 from extras.playground import app
 from extras.playground import fill as filling
@@ -45,7 +45,7 @@ def small(system, dtype=torch.float64):
 
 
 def gapped(text, written=GAPPED):
-    encoded = gaps.encode_gaps(written, text.tokenizer, text.block_size)
+    encoded = modes.encode_gaps(written, text.tokenizer, text.block_size)
     return filling.Fill(text, encoded)
 
 
