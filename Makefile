@@ -120,7 +120,7 @@ eval-smoke: $(VENV)/.requirements-dev
 	@echo "== 6/8 samples of sample.py"
 	$(PY) sample.py $(RUN) --mode l2r --num-samples 8 --top-p 0.95 --jsonl $(SMOKE)/samples.jsonl --overwrite
 	@echo "== 7/8 those and samples of both models, judged by the decoder"
-	$(PY) eval_gen.py $(RUN) $(SMOKE)/encoder --judge $(RUN) --samples $(SMOKE)/samples.jsonl --mode mdm:steps=8 mdm:steps=64 \
+	$(PY) eval_gen.py $(RUN) $(SMOKE)/encoder $(SMOKE)/samples.jsonl --judge $(RUN) --mode mdm:steps=8 mdm:steps=64 \
 		--temperature 0.9 --top-p 0.95 --num-samples 32 --json $(SMOKE)/gen.json --overwrite
 	@echo "== 8/8 lm-evaluation-harness: the last words of LAMBADA, left to right, in any order and generated"
 	@for task in file word; do sed 's|@FILE@|$(AOGPT_DATA)/lambada/lambada_test.jsonl|' \

@@ -3,17 +3,14 @@ beside its entropy, as repetitive text has a low perplexity.
 
     python eval_gen.py out/aogpt out/encoder --mode mdm:steps=64 mdm:steps=256
     python eval_gen.py out/quickstart --judge out/other --mode l2r l2r:group=4
-    python eval_gen.py --samples samples.jsonl --judge gpt2-large"""
+    python eval_gen.py samples.jsonl --judge gpt2-large"""
 
 import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 
 # isort: split
 import itertools
-import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -25,12 +22,12 @@ from aogpt.evaluation.judges import load_judge
 from aogpt.evaluation.report import Column, number, table
 from aogpt.evaluation.scoring import SampleSet, read_sample_sets, score_samples
 from aogpt.evaluation.text_measures import MEASURES
-from aogpt.runtime.command_line import ModelOptions, run_script, show, with_help
+from aogpt.runtime.command_line import ComputeOptions, run_script, show, with_help
 from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import Outputs, ReportOptions, provenance, versions
 from aogpt.runtime.processes import Processes, processes
-from aogpt.runtime.validation import LARGEST, Count, check_values
+from aogpt.runtime.validation import LARGEST, Count, check_values, expand_home
 from aogpt.sampling import modes
 from aogpt.sampling.modes import MODE_HELP, DecodingOptions, sample_records
 
@@ -50,27 +47,23 @@ class Sweep(DecodingOptions):
 
     def __post_init__(self):
         check_values(self)
-        self.rows()
-
-    def rows(self) -> list[DecodingOptions]:
-        """Return the options of each row."""
-        shared = {f.name: getattr(self, f.name) for f in fields(DecodingOptions)}
-        del shared["mode"]
-        return [DecodingOptions(mode=mode, **shared) for mode in self.mode or (None,)]
+        for mode in self.mode:
+            modes.parse_mode(mode)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(ModelOptions, ReportOptions):
-    runs: Annotated[
-        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[RUN ...]")
-    ] = ()
-    """Run folders (out/NAME) or checkpoints to sample from, compared in one table."""
+class Arguments(ComputeOptions, ReportOptions):
+    sources: Annotated[
+        tuple[str, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="RUN or FILE.jsonl ..."),
+    ]
+    """Runs (out/NAME), checkpoints or files out/NAME/best to sample from, and files of
+    samples: of sample.py --jsonl, or with the rows {"text": TEXT}. All are compared in
+    one table."""
     judge: str = "gpt2-large"
     """Hugging Face id or folder of a causal language model (it needs transformers), or
     a run, checkpoint or released weights of a decoder of this project; in float32."""
-    samples: tuple[Path, ...] = ()
-    """Also score the samples in these files, or only them if there is no RUN: files of
-    sample.py --jsonl, or of rows {"text": TEXT}."""
     decoding: Annotated[Sweep, tyro.conf.arg(name="")]
     length: Annotated[int, Interval(ge=2, le=LARGEST)] | None = None
     """Tokens in a sample, all but the first of which are scored; by default the block
@@ -91,115 +84,98 @@ def main() -> None:
 def evaluate(a: Arguments, procs: Processes) -> None:
     """Make or read the samples of every row, judge and report them."""
     check_values(a)
-    if not a.runs and not a.samples:
-        raise UserError(
-            "nothing to evaluate: name a run (out/NAME), or --samples FILE.jsonl"
-        )
-    outputs = Outputs.of_report(a.json, [*a.runs, *a.samples, a.judge], a.overwrite)
-    sweep = a.decoding.rows()
-    read = []
-    for path in a.samples:
-        read += read_sample_sets(path)
+    if not a.sources:
+        raise UserError("nothing to evaluate: name a run (out/NAME) or a FILE.jsonl")
+    outputs = Outputs.of_report(a.json, [*a.sources, a.judge], a.overwrite)
+    runs = []
+    sets_of_files = []
+    for source in a.sources:
+        if source.endswith(".jsonl"):
+            sets_of_files += read_sample_sets(expand_home(source))
+        else:
+            runs.append(source)
     judge = load_judge(a.judge, procs.device)
-    models = {}
-    samplers = []
-    for run in a.runs:
-        models[run] = load(run, a.weights, "cpu", a.block_size, a.checkpoint)
-        if models[run].of_records and models[run].record_end is None:
-            procs.print0(modes.RECORDS_NOTE, file=sys.stderr)
-        for options in sweep:
-            samplers.append((run, fitted(run, models[run], options, a)))
+    rows = []
+    for run in runs:
+        loaded = load(run, a.weights, "cpu")
+        for mode in a.decoding.mode or [modes.default_mode(loaded.model.config)]:
+            check_model(run, loaded, mode, a.length)
+            rows.append((run, loaded, mode))
     dtype = pick_dtype(a.dtype, procs.device)
     result = provenance(
         a, dtype, procs.device, procs.world_size, judge=judge.describe(), rows=[]
     )
     result["versions"].update(judge.libraries)
-    generated = make_samples(samplers, models, a, dtype, procs)
-    for samples in itertools.chain(generated, read):
+    generated = (make_samples(*row, a, dtype, procs) for row in rows)
+    for samples in itertools.chain(generated, sets_of_files):
         row = score_samples(samples, judge, a.decoding.batch_size, procs)
         result["rows"].append(row)
-        if not procs.main:
-            continue
-        sampler = row["sampler"]
-        name = name_of(sampler)
-        if "temperature" in sampler:
-            name += f", temperature {sampler['temperature']:g}"
-            name += f", top-p {sampler['top_p']:g}"
-        perplexity = number(row["perplexity"], ".2f")
-        show(f"{row['run']} {name}: perplexity {perplexity}", flush=True)
-        # After every row, so that a long sweep that is cut short leaves its rows.
-        outputs.write_report(a.json, result, report_of(result), part=True)
+        if procs.main:
+            perplexity = number(row["perplexity"], ".2f")
+            name = name_of(row["sampler"])
+            show(f"{row['run']} {name}: perplexity {perplexity}", flush=True)
+            # After every row, so that a long sweep that is cut short leaves its rows.
+            outputs.write_report(a.json, result, report_of(result), part=True)
     with outputs:
         if procs.main:
             outputs.write_report(a.json, result, report_of(result))
         procs.print0("", *lines_of(result), sep="\n")
 
 
-def fitted(
-    run: str, loaded: Loaded, options: DecodingOptions, a: Arguments
-) -> DecodingOptions:
-    """Return the options with a mode of the model. Raises UserError if it cannot
-    generate with them."""
-    if loaded.scored_from:
+def check_model(run: str, loaded: Loaded, mode: str, length: int | None) -> None:
+    """Raise UserError for a model that cannot generate samples of this length from
+    nothing in a mode."""
+    if loaded.scored_from or loaded.record_end is not None:
         raise UserError(
-            f"{run} has no start token, as its tokenizer writes none: make samples "
-            "with sample.py --prompt TEXT --jsonl FILE, then give --samples FILE"
+            f"{run} has no start token, or was trained on records that end (data.end): "
+            "make samples with sample.py --jsonl FILE, then give FILE"
         )
-    if loaded.record_end is not None:
+    modes.check_mode(modes.parse_mode(mode), loaded.model.config)
+    limit = loaded.model.config.block_size
+    if length is not None and length > limit:
         raise UserError(
-            f"{run} was trained on records that end (data.end): make samples with "
-            "sample.py --jsonl FILE, then give --samples FILE"
+            f"{run}: --length is {length}; give at most its block size, {limit}"
         )
-    config = loaded.model.config
-    limit = config.block_size
-    if options.mode is None:
-        options = replace(options, mode=modes.default_mode(config))
-    modes.check_mode(options.plan, config)
-    if a.length and a.length > limit:
-        raise UserError(
-            f"{run}: --length is {a.length}; give at most its block size, {limit}"
-        )
-    return options
 
 
 def make_samples(
-    rows: list[tuple[str, DecodingOptions]],
-    models: dict[str, Loaded],
+    run: str,
+    loaded: Loaded,
+    mode: str,
     a: Arguments,
     dtype: torch.dtype,
     procs: Processes,
-) -> Iterator[SampleSet]:
-    """Yield the samples of every row, all of them on every process."""
-    for run, options in rows:
-        loaded = models[run]
-        loaded.model.to(procs.device, dtype)
-        length = a.length or loaded.model.config.block_size
-        settings = dict(vars(options))
-        settings["run"] = run
-        settings["length"] = length
-        settings["num_samples"] = a.num_samples
-        settings["seed"] = a.seed
-        settings["dtype"] = str(dtype).removeprefix("torch.")
-        settings["weights"] = loaded.weights
-        settings["checkpoint"] = loaded.description
-        settings["versions"] = versions()
-        label = f"{name_of(settings)} samples"
-        records = []
-        engine = options.engine(loaded.model, loaded.vocab_size)
-        started = time.perf_counter()
-        for part in modes.parts_of(1, a.num_samples):
-            planned = modes.plan_samples(
-                options.plan,
-                [[None] * length],
-                a.seed,
-                num_samples=len(part.samples),
-                first=part.samples.start,
-            )
-            samples = modes.generate_distributed(engine, planned, procs, label=label)
-            for record in sample_records(samples, loaded.get_tokenizer()):
-                records.append({key: record[key] for key in SCORED})
-        seconds = round(time.perf_counter() - started, 3)
-        yield SampleSet(run, records, settings, seconds, loaded.tokenizer)
+) -> SampleSet:
+    """Return the samples of a row, all of them on every process."""
+    loaded.model.to(procs.device, dtype)
+    length = a.length or loaded.model.config.block_size
+    settings = {
+        **vars(a.decoding),
+        "mode": mode,
+        "run": run,
+        "length": length,
+        "num_samples": a.num_samples,
+        "seed": a.seed,
+        "dtype": str(dtype).removeprefix("torch."),
+        "weights": loaded.weights,
+        "checkpoint": loaded.description,
+        "versions": versions(),
+    }
+    records = []
+    started = time.perf_counter()
+    for _, samples in modes.generate_samples(
+        a.decoding.engine(loaded.model, loaded.vocab_size),
+        modes.parse_mode(mode),
+        {0: [None] * length},
+        a.seed,
+        a.num_samples,
+        procs,
+        label=f"{mode} samples",
+    ):
+        for record in sample_records(samples, loaded.get_tokenizer()):
+            records.append({key: record[key] for key in SCORED})
+    seconds = round(time.perf_counter() - started, 3)
+    return SampleSet(run, records, settings, seconds, loaded.tokenizer)
 
 
 def name_of(settings: dict) -> str:
@@ -273,23 +249,18 @@ def lines_of(result: dict) -> list[str]:
     return lines
 
 
-def tokens_of_a_sample(row: dict) -> str:
-    """Return the tokens of a sample, or of the shortest and the longest one."""
-    lengths = {sample["tokens"] for sample in row["per_sample"]}
-    shortest = min(lengths)
-    longest = max(lengths)
-    if shortest == longest:
-        return f"{longest} tokens a sample"
-    return f"{shortest} to {longest} tokens a sample"
-
-
 def notes(rows: list[dict], shown: set[str]) -> list[str]:
     """Return the notes below the table: how the samples were made and judged. shown:
     options that the table shows."""
     lines = []
+    given = 0
     for row in rows:
         sampler = row["sampler"]
-        parts = [f"{row['samples']} samples a row", tokens_of_a_sample(row)]
+        lengths = [sample["tokens"] for sample in row["per_sample"]]
+        parts = [
+            f"{row['samples']} samples a row",
+            f"{min(lengths)} to {max(lengths)} tokens a sample",
+        ]
         for key in ("checkpoint", "dtype", "seed"):
             if sampler.get(key) is not None:
                 parts.append(f"{key} {sampler[key]}")
@@ -298,13 +269,12 @@ def notes(rows: list[dict], shown: set[str]) -> list[str]:
             parts.append(f"{row['unscored_samples']} of them too short to be scored")
         judged = JUDGED[row["tokens_judged"]]
         lines.append(f"{row['run']}: {', '.join(parts)}{judged}.")
-    lines = list(dict.fromkeys(lines))  # rows of a sweep have equal notes
-    given = sum(row["given_tokens"] for row in rows)
+        given += row["given_tokens"]
     if given:
         lines.append(
             f"{given} tokens were given, not generated; they are scored like the rest."
         )
-    return lines
+    return list(dict.fromkeys(lines))  # rows of a sweep have equal notes
 
 
 if __name__ == "__main__":

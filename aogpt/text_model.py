@@ -17,7 +17,7 @@ import itertools
 import math
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -66,11 +66,6 @@ class Scored:
     def nats(self) -> float:
         """Return -log p of the tokens that are scored."""
         return -_total(self.log_probs)
-
-    @property
-    def nats_per_token(self) -> float:
-        """Return the mean of -log p over the tokens that are scored."""
-        return self.nats / max(1, self.scored)
 
     @property
     def bits_per_byte(self) -> float | None:
@@ -285,15 +280,10 @@ class TextModel:
                 blocks.append(Row(block, places, self.scored_from))
             return blocks
 
-        blocks_of_texts = each(blocks_of, texts)
-        log_probs = iter(self._log_probs(list(itertools.chain(*blocks_of_texts))))
         results = []
-        for text, blocks in zip(texts, blocks_of_texts, strict=True):
-            ids = []
-            values = []
-            for block in blocks:
-                ids += block.ids
-                values += next(log_probs)
+        for text, blocks, log_probs in self._scored_rows(texts, blocks_of):
+            ids = [token for block in blocks for token in block.ids]
+            values = list(itertools.chain(*log_probs))
             if end and self.end is not None:  # its probability is that of the length
                 values.append(self.end.log_prob(len(ids)))
                 ids.append(self.end.token)
@@ -325,15 +315,9 @@ class TextModel:
                 rows.append(Row(ids, given + last, len(given)))
             return rows
 
-        rows_of_texts = each(rows_of, texts)
-        log_probs = iter(
-            self._log_probs(
-                list(itertools.chain(*rows_of_texts)), self.loaded.vocab_size
-            )
-        )
         joints = []
-        for text, rows in zip(texts, rows_of_texts, strict=True):
-            of_orders = list(itertools.islice(log_probs, len(rows)))
+        vocab_size = self.loaded.vocab_size
+        for text, rows, of_orders in self._scored_rows(texts, rows_of, vocab_size):
             scored = self._scored(text, rows[0].ids, of_orders[0])
             joints.append(joint_of(scored, [_total(values) for values in of_orders]))
         return joints
@@ -448,15 +432,34 @@ class TextModel:
                 "this model is a plain GPT: it only predicts from left to right"
             )
 
+    def _scored_rows(
+        self,
+        texts: list[str],
+        rows_of: Callable[[str], list[Row]],
+        vocab_size: int | None = None,
+    ) -> Iterator[tuple[str, list[Row], list[list[float | None]]]]:
+        """Yield each text with its rows and their `_log_probs`."""
+        rows_of_texts = each(rows_of, texts)
+        all_rows = list(itertools.chain(*rows_of_texts))
+        log_probs = iter(self._log_probs(all_rows, vocab_size))
+        for text, rows in zip(texts, rows_of_texts, strict=True):
+            yield text, rows, list(itertools.islice(log_probs, len(rows)))
+
     def _log_probs(
-        self, rows: list[Row], vocab_size: int | None = None
+        self, rows: list[Row], vocab_size: int | None
     ) -> list[list[float | None]]:
         """Return log p of each token of rows along their orders, by position; None
         where it is not scored. Rows of similar length share a pass. vocab_size: as of
         `token_log_probs`."""
         log_probs: list[list[float | None]] = [[] for _ in rows]
         by_length = sorted(range(len(rows)), key=lambda number: len(rows[number].ids))
-        with progress_of(len(rows)) as bar:
+        with tqdm(
+            total=len(rows),
+            unit="block",
+            delay=PROGRESS_SECONDS,
+            disable=None,  # without a terminal
+            leave=False,
+        ) as bar:
             while by_length:
                 longest = len(rows[by_length[-1]].ids)
                 size = max(1, BATCH_TOKENS // longest)
@@ -817,12 +820,6 @@ def alternatives_of(text: str) -> list[str]:
             whole += word + after
         wholes[whole] = None  # a dict keeps the order of what is written
     return list(wholes)
-
-
-def progress_of(count: int) -> tqdm:
-    """Return a progress bar for what takes more than seconds, on a terminal."""
-    delay = PROGRESS_SECONDS
-    return tqdm(total=count, unit="block", delay=delay, disable=None, leave=False)
 
 
 def _total(log_probs: list[float | None]) -> float:

@@ -6,7 +6,7 @@ N rows of T tokens."""
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 import torch
@@ -21,6 +21,7 @@ from aogpt.sampling.engine import Generation
 from aogpt.sampling.modes import DecodingOptions
 from aogpt.sampling.page import PageSample, render
 from aogpt.sampling.plans import Plan, group_sizes
+from aogpt.sampling.token_choice import TokenChoice
 
 ON_PAGE = 16  # rows
 
@@ -146,8 +147,9 @@ def limit_of(judge: Judge | None, plan: Plan, options: DecodingOptions) -> float
     its distribution."""
     if judge is None or judge.limit is None or plan.pace is not None:
         return None
-    if not options.is_exact:
-        return None
+    for field in fields(TokenChoice):
+        if getattr(options, field.name) != field.default:
+            return None
     limits = []
     if plan.draft:  # as one position a step
         for count in plan.generated.sum(dim=1).tolist():

@@ -93,11 +93,7 @@ COMMANDS = {  # name: script, arguments within the folder, what it leaves
         "text --source text.jsonl --tokenizer bytes --out new",
         "new",
     ),
-    "judge": (
-        eval_gen.main,
-        "--samples samples.jsonl --judge run --json out.json",
-        "out.json",
-    ),
+    "judge": (eval_gen.main, "samples.jsonl --judge run --json out.json", "out.json"),
 }
 OF_RUN = ("sample", "resume", "convert", "perplexity")
 READERS = {

@@ -169,7 +169,7 @@ def measured(name: str, mode: str, samples: int, length: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "samples.jsonl"
         run_well(*command.split(), "--jsonl", str(file))
-        report = report_of("eval_gen.py", "--samples", str(file), "--judge", MODEL)
+        report = report_of("eval_gen.py", str(file), "--judge", MODEL)
         tokens = []
         for place, line in read_lines(file, "samples"):
             tokens.append(json_object(line, place)["tokens"])

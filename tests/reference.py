@@ -543,43 +543,6 @@ def plan_distribution(conditional, plans, n_given=0):
     return total
 
 
-def one_stage_distribution(conditional, length, steps):
-    """Return the distribution over all sequences, (V ** T,), of the reverse process in
-    its plain form (the paper, Lemma 4.1).
-
-    From time t to s < t every masked position stays masked with probability s/t and
-    takes token v with probability (1 - s/t) p(v | context). Positions unmasked together
-    enter the order in uniformly random order. `reached[context][x]`: the probability of
-    these unmasked positions, in order, with the tokens that sequence x has there."""
-    reached = {(): torch.ones_like(next(iter(conditional.values())))}
-    for k in range(steps):
-        t = Fraction(steps - k, steps)
-        s = Fraction(steps - k - 1, steps)
-        stay = float(s / t)
-        following = {}
-        for context, weight in reached.items():
-            masked = [p for p in range(length) if p not in context]
-            for size in range(len(masked) + 1):
-                for unmasked in itertools.combinations(masked, size):
-                    probability = weight * stay ** (len(masked) - size)
-                    for position in unmasked:
-                        probability = probability * (
-                            (1 - stay) * conditional[context, position]
-                        )
-                    for perm in itertools.permutations(unmasked):
-                        state = context + perm
-                        share = probability / math.factorial(size)
-                        following[state] = following.get(state, 0) + share
-        reached = following
-    total = 0
-    for context, weight in reached.items():
-        if len(context) == length:
-            total = total + weight
-        else:
-            assert weight.sum() == 0
-    return total
-
-
 def _certainty(conditional, target, vocab_size, length, by):
     """Return, for the distribution at `target` that each sequence belongs to, its
     highest probability, minus its entropy, or how far its highest probability is above

@@ -6,8 +6,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import some_slow
 from reference import accept, seeded, tempered, truncated
 
 from aogpt.sampling import token_choice
@@ -77,11 +75,10 @@ def path(request, monkeypatch):
 
 @pytest.mark.parametrize(
     "shape, choice",
-    some_slow(
-        itertools.product(SHAPES, CHOICES),
-        lambda shape, choice: shape in ("random", "ties") or choice in CHOICES[-2:],
-        "every choice of every distribution",
-    ),
+    [
+        *itertools.product(("random", "ties"), CHOICES),
+        *itertools.product(SHAPES, CHOICES[-2:]),
+    ],
 )
 def test_tokens_are_drawn_from_the_truncated_distribution(shape, choice, path):
     """Allowed are 4.5 standard deviations, on a grid of uniforms, too."""
@@ -101,7 +98,6 @@ def test_tokens_are_drawn_from_the_truncated_distribution(shape, choice, path):
     assert (got - expected).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize(
     "choice",
     [
@@ -112,10 +108,10 @@ def test_tokens_are_drawn_from_the_truncated_distribution(shape, choice, path):
     ],
     ids=str,
 )
-def test_drawn_tokens_pass_chi_square(choice, seed, path):
-    logits = 1.5 * torch.randn(12, generator=seeded(seed))
+def test_drawn_tokens_pass_chi_square(choice, path):
+    logits = 1.5 * torch.randn(12, generator=seeded(0))
     drawn = choose_tokens(
-        logits.expand(10_000, 12), random_uniforms(10_000, seed + 100), choice
+        logits.expand(10_000, 12), random_uniforms(10_000, 100), choice
     )
     expected = defined(logits.double().tolist(), choice)
     assert accept(drawn.bincount(minlength=12), expected)
@@ -212,13 +208,10 @@ TOP_P = [1e-12, 0.0123, 0.31, 0.505, 0.777, 0.9137, 0.995, 1 - 1e-9]
 
 NUCLEI = pytest.mark.parametrize(
     "name, vocab, dtype",
-    some_slow(
-        itertools.product(
-            DISTRIBUTIONS, [10, 257, 50_304], [torch.float32, torch.float64]
-        ),
-        lambda name, vocab, dtype: vocab == 257 or (vocab, name) == (50_304, "ties"),
-        "all sizes and types of every distribution",
-    ),
+    [
+        *itertools.product(DISTRIBUTIONS, [257], [torch.float32, torch.float64]),
+        ("ties", 50_304, torch.float32),
+    ],
 )
 
 
@@ -258,17 +251,13 @@ def test_a_flat_nucleus_of_exact_size_holds_the_lowest_ids(vocab, path):
 def test_both_paths_draw_the_same_tokens_from_the_same_uniforms(
     name, vocab, dtype, monkeypatch
 ):
-    """All in the nucleus; of 10 tokens, which a grid of uniforms can reach, all of the
-    nucleus."""
+    """All in the nucleus."""
     seeds = 4 if vocab > 1000 else 60
     rows = [DISTRIBUTIONS[name](vocab, seed % 9) for seed in range(seeds)]
     logits = torch.stack(rows).to(dtype)
     uniforms = random_uniforms(seeds, 1)
     uniforms[0] = 0.0
     uniforms[1] = JUST_BELOW_ONE
-    if vocab == 10:
-        logits = logits[:9].repeat(400, 1)
-        uniforms = even_uniforms(400).repeat_interleave(9)
     # from a nucleus of few tokens to one of nearly all
     choices = [TokenChoice(top_p=top_p) for top_p in (0.0123, 0.505, 0.9137, 1 - 1e-9)]
     choices.append(TokenChoice(temperature=0.7, top_p=0.777, top_k=9))
@@ -280,10 +269,6 @@ def test_both_paths_draw_the_same_tokens_from_the_same_uniforms(
         assert torch.equal(by_row, by_bisection)
         expected = probabilities(logits, choice)
         assert (expected.gather(1, by_row[:, None]) > 0).all()
-        if vocab == 10:
-            counts = F.one_hot(by_row.view(400, 9), num_classes=10).sum(dim=0)
-            is_rare = expected[:9] < 16 / 400
-            assert ((counts > 0) | is_rare).all()
 
 
 UNIFORM = torch.full((100,), 0.01, dtype=torch.float64)  # over 100 cells

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import reference
 import torch
-from helpers import NoHostReads, some_slow
+from helpers import NoHostReads
 from reference import (
     DECODERS,
     ENCODERS,
@@ -42,7 +42,6 @@ from aogpt.orders import Roles
 from aogpt.runtime.errors import UserError
 from aogpt.sampling import (
     Engine,
-    Plan,
     Samples,
     TokenChoice,
     batch,
@@ -82,15 +81,12 @@ ADAPTIVE = (
 SPECULATIVE = modes("""
     speculative:order=l2r,draft=3, speculative:draft=2
 """)
-EVERY_MODE = FIXED + ADAPTIVE + SPECULATIVE
 GPTS = ("GPT-2", ROTARY_GPT)
 OF_EACH_KIND = modes("""
     l2r:group=3, random, mdm:steps=3,schedule=cosine, even:steps=2,
     confidence, entropy:group=3, confidence:threshold=0.45,block=3,
     speculative:draft=2
 """)
-
-RELATIVE = ["target rotary", "two_stream, rotary", "mask_query, rotary"]
 
 enumerated = functools.cache(enumerable_system)
 
@@ -103,96 +99,6 @@ def expected_distribution(mode, system, seed, choice=None, prompt=()):
     if choice is not None:
         conditional = reference.with_choice(conditional, choice, V, N)
     return reference.distribution_of(mode, conditional, V, N, dict(prompt))
-
-
-AOGPT_MODES = modes("""
-    l2r, l2r:group=2, l2r:group=3, random:group=2,
-    random:group=3, random, mdm:steps=1,
-    mdm:steps=2, mdm:steps=5, even:steps=2, even:steps=3,
-    mdm:steps=2,schedule=cosine, mdm:steps=4,schedule=cosine,
-    even:steps=2,schedule=cosine, even:steps=3,schedule=cosine, confidence,
-    confidence:group=2, entropy, entropy:group=2,
-    entropy:group=3, speculative:order=l2r,draft=2,
-    speculative:order=l2r,draft=3, speculative:order=l2r,draft=4,
-    speculative:draft=2, speculative:draft=3, margin, margin:group=3
-""")
-OTHER_SEED_MODES = modes("""
-    l2r, random:group=2, mdm:steps=1, even:steps=2,
-    mdm:steps=4,schedule=cosine, confidence, entropy:group=2,
-    speculative:order=l2r,draft=3, speculative:draft=3
-""")
-DECODER_MODES = modes("""
-    random, mdm:steps=3,schedule=cosine, even:steps=3,schedule=cosine,
-    confidence:group=2, entropy, speculative:draft=4,
-    speculative:order=l2r,draft=2
-""")
-ENUMERATED = [  # systems, seed, modes
-    (["AO-GPT"], 1, [*AOGPT_MODES, *PACED]),
-    # another random model, in a mode of each kind
-    (["AO-GPT"], 0, OTHER_SEED_MODES),
-    (
-        ["two_stream", "sigma-GPT", "shared", "per_block", "AO-GPT, rotary"],
-        3,
-        DECODER_MODES,
-    ),
-    (
-        ["two_stream"],
-        4,
-        modes("""
-    random:group=2, random:group=3, l2r:group=2,
-    even:steps=2, mdm:steps=2
-"""),
-    ),
-    (["mask_query"], 3, [*DECODER_MODES, *PACED, *AOGPT_MODES]),
-    (
-        ["mask_query, rotary"],
-        3,
-        [
-            *DECODER_MODES,
-            *modes("""
-    random:group=2, l2r:group=2, mdm:steps=2,
-    speculative:order=l2r,draft=4
-"""),
-        ],
-    ),
-    (["two_stream", "encoder AO-GPT", "sigma-GPT"], 4, BLOCKS),
-    (
-        [ONE_BY_ONE],
-        3,
-        modes("""
-    random:group=2, mdm:steps=3, confidence:group=2,
-    confidence:threshold=0.45,block=3
-"""),
-    ),
-    # Before the first token all positions are alike to it; `PACED` are enumerated
-    # without equals.
-    (["target rotary"], 1, [*DECODER_MODES, "mdm:steps=3", *AOGPT_MODES]),
-    (
-        ["two_stream, rotary"],
-        3,
-        [
-            *DECODER_MODES,
-            *modes("""
-    random:group=2, l2r:group=2, mdm:steps=2
-"""),
-        ],
-    ),
-    (
-        [f"{system}, rotary" for system in ("sigma-GPT", "shared", "per_block")],
-        4,
-        modes("""
-    mdm:steps=3, confidence:group=2, speculative:draft=4
-"""),
-    ),
-    (
-        ENCODERS,
-        2,
-        modes("""
-    l2r, mdm:steps=3, even:steps=2, random:group=3, confidence,
-    confidence:group=2, entropy:group=2
-"""),
-    ),
-]
 
 
 # Modes whose distributions the chi-square test tells apart, so that acceptance means
@@ -210,7 +116,8 @@ OTHERS = {
 
 # In one system each kind of mode, in the others those in which they take a way of their
 # own.
-QUICK_MODES = {
+SEEDS = {"AO-GPT": 1, "two_stream": 3, "mask_query": 3, "target rotary": 1}  # else 2
+ENUMERATED = {
     "AO-GPT": modes("""
     l2r, l2r:group=3, random:group=2, random,
     mdm:steps=1, mdm:steps=5, mdm:steps=2,schedule=cosine, even:steps=3,
@@ -223,6 +130,7 @@ QUICK_MODES = {
     random:group=2, mdm:steps=3,schedule=cosine, speculative:draft=4,
     confidence:threshold=0.45,block=3
 """),
+    ONE_BY_ONE: ["random:group=2"],
     "mask_query": modes("""
     random:group=2, entropy, speculative:draft=4,
     confidence:threshold=0.45,block=3
@@ -239,68 +147,32 @@ QUICK_MODES = {
     mdm:steps=3, confidence, confidence:threshold=0.45,block=3
 """),
 }
-SAME_WAY = "other systems decode in these modes by the same code"
 
 
-@pytest.mark.parametrize(
-    "system, seed, mode",
-    some_slow(
-        dict.fromkeys(
-            (system, seed, mode)
-            for systems, seed, some_modes in ENUMERATED
-            for system in systems
-            for mode in some_modes
-        ),
-        lambda system, seed, mode: seed != 0 and mode in QUICK_MODES.get(system, ()),
-        SAME_WAY,
-    ),
-)
-def test_samples_match_enumeration(system, seed, mode):
+def of_systems(table):
+    """Return the parameters of a test of some modes of systems: {system: modes}."""
+    pairs = [(system, mode) for system in table for mode in table[system]]
+    return pytest.mark.parametrize("system, mode", pairs)
+
+
+@of_systems(ENUMERATED)
+def test_samples_match_enumeration(system, mode):
+    seed = SEEDS.get(system, 2)
     model, _ = enumerated(system, seed)
     counts = sampled_counts(
         model, make_plan(mode, SAMPLES, N, seed=seed + 10), seed + 20
     )
     assert accept(counts, expected_distribution(mode, system, seed))
-    if (system, seed) == ("AO-GPT", 1) and mode in OTHERS:
+    if system == "AO-GPT" and mode in OTHERS:
         for other in modes(OTHERS[mode]):
             expected = SAMPLES * expected_distribution(other, system, seed)
             assert reference.chi_square_p(counts, expected) < 1e-6, other
 
 
-PROMPTED_MODES = modes("""
-    l2r, random:group=2, mdm:steps=3, mdm:steps=2,schedule=cosine,
-    even:steps=2,schedule=cosine, confidence, entropy:group=2
-""")
-PROMPTED_MODES += (
-    modes("""
-    confidence:threshold=0.45, entropy:entropy_bound=0.95, confidence:block=2
-""")
-    + SPECULATIVE
-)
-ENDS = ({0: 1, 3: 0},)
-INFILLED = [  # systems, seed, prompts, modes
-    (["AO-GPT"], 3, ({1: 2}, {0: 1, 3: 0}, {1: 0, 2: 2, 3: 1}), PROMPTED_MODES),
-    ([*ENCODERS, "two_stream"], 2, ENDS, modes("mdm:steps=3, even:steps=2, entropy")),
-    (["mask_query"], 3, ({1: 2}, *ENDS), PROMPTED_MODES),
-    (
-        RELATIVE,
-        1,
-        ENDS,
-        [
-            *modes("""
-    l2r, random:group=2, mdm:steps=3, confidence,
-    speculative:order=l2r,draft=3
-"""),
-            *PACED,
-        ],
-    ),
-]
-
-
-QUICK_INFILLED = {
+INFILLED = {
     "AO-GPT": modes("""
     random:group=2, mdm:steps=3, even:steps=2,schedule=cosine, confidence,
-    entropy:entropy_bound=0.95, speculative:draft=2
+    entropy:entropy_bound=0.95, confidence:block=2, speculative:draft=2
 """),
     "two_stream": ["mdm:steps=3"],
     "mask_query": ["entropy:group=2", "speculative:order=l2r,draft=3"],
@@ -310,24 +182,11 @@ QUICK_INFILLED = {
 }
 
 
-@pytest.mark.parametrize(
-    "system, seed, prompt, mode",
-    some_slow(
-        [
-            (system, seed, prompt, mode)
-            for systems, seed, prompts, some_modes in INFILLED
-            for system in systems
-            for prompt in prompts
-            for mode in some_modes
-        ],
-        lambda system, seed, prompt, mode: (
-            prompt == ENDS[0] and mode in QUICK_INFILLED.get(system, ())
-        ),
-        SAME_WAY,
-    ),
-)
-def test_infilling_matches_enumeration(system, seed, prompt, mode):
-    """Over the sequences that hold the prompt."""
+@of_systems(INFILLED)
+def test_infilling_matches_enumeration(system, mode):
+    """Over the sequences that begin and end as given."""
+    seed = SEEDS.get(system, 2)
+    prompt = {0: 1, 3: 0}
     given, tokens = reference.prompt_rows(prompt, SAMPLES, N)
     plan = make_plan(mode, SAMPLES, N, given, seed=4)
     counts = sampled_counts(enumerated(system, seed)[0], plan, 5, tokens)
@@ -361,57 +220,17 @@ def test_truncated_sampling_matches_enumeration(mode, choice):
         assert accept(counts, expected)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 5])
-def test_two_stages_and_one_stage_are_the_same_distribution(steps):
-    """Lemma 4.1: token-or-mask drawn at every step, or the whole plan before; both
-    enumerated."""
-    conditional = enumerated("AO-GPT", 1)[1]
-    one = reference.one_stage_distribution(conditional, N, steps)
-    two = reference.plan_distribution(
-        conditional, reference.exact_plans(range(N), (), steps)
-    )
-    assert abs(float(one.sum()) - 1) < 1e-12
-    assert (one - two).abs().max() < 1e-12
+RAGGED = {
+    "AO-GPT": modes("l2r, random:group=2, entropy:group=2, speculative:draft=2"),
+    "two_stream": ["random:group=2"],
+    "mask_query": ["random:group=2"],
+    "target rotary": ["speculative:draft=2"],
+    "RADD": ["mdm:steps=2"],
+    "SEDD": ["mdm:steps=2"],
+}
 
 
-RAGGED = [  # systems, modes
-    (
-        ["AO-GPT", "two_stream", "mask_query"],
-        ["l2r", "random:group=2", "entropy:group=2", *SPECULATIVE],
-    ),
-    (
-        ["RADD", "SEDD"],
-        modes("""
-    mdm:steps=2, even:steps=2,schedule=cosine, confidence
-"""),
-    ),
-    (
-        RELATIVE,
-        modes("""
-    random:group=2, confidence, speculative:draft=2
-"""),
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    "system, mode",
-    some_slow(
-        [
-            (system, mode)
-            for systems, some_modes in RAGGED
-            for system in systems
-            for mode in some_modes
-        ],
-        lambda system, mode: (
-            system == "AO-GPT"
-            or mode
-            == ("speculative:draft=2" if system in RELATIVE else "random:group=2")
-            or mode == "mdm:steps=2"
-        ),
-        SAME_WAY,
-    ),
-)
+@of_systems(RAGGED)
 def test_rows_of_different_lengths_follow_the_distribution_of_their_own_length(
     system, mode
 ):
@@ -491,18 +310,11 @@ OF_OWN_ORDERS = [
 SCORES = ["confidence", "entropy", "margin"]
 
 
-@pytest.mark.parametrize(
-    "system, steps, score",
-    some_slow(
-        itertools.product(OF_OWN_ORDERS, OWN_ORDERS, SCORES),
-        lambda system, steps, score: (
-            score == SCORES[(OF_OWN_ORDERS.index(system) + len(steps)) % 3]
-        ),
-        "each way in each system by the other scores",
-    ),
-)
-def test_likelihoods_in_the_models_own_order_sum_to_one(system, steps, score):
+@pytest.mark.parametrize("steps", OWN_ORDERS)
+@pytest.mark.parametrize("system", OF_OWN_ORDERS)
+def test_likelihoods_in_the_models_own_order_sum_to_one(system, steps):
     """Also where a token of each record is given: then for each value of it."""
+    score = SCORES[(OF_OWN_ORDERS.index(system) + len(steps)) % 3]
     model = enumerated(system, 5)[0]
     sequences = all_sequences(V, N)
     mode = partial(OWN_ORDERS[steps], by=score)
@@ -584,13 +396,6 @@ def uniforms_for(rows, length=LENGTH, seed=0):
     return torch.rand(rows, length, generator=seeded(seed), dtype=torch.float64)
 
 
-def fits(system, mode):
-    """Return whether a system decodes in a mode."""
-    if system in GPTS:
-        return mode == "l2r"
-    return system not in ENCODERS or mode not in SPECULATIVE
-
-
 def given_for(system, rows, seed):
     """Return some given positions, BoolTensor (rows, LENGTH): of a plain GPT those at
     the beginning."""
@@ -601,26 +406,9 @@ def given_for(system, rows, seed):
     return torch.arange(LENGTH) < counts
 
 
-def every_mode_of(quick_modes):
-    """Return the parameters of a test of all modes of the systems of
-    {system: its quick modes}; all other pairs are slow."""
-    pairs = [
-        (system, mode)
-        for system in quick_modes
-        for mode in EVERY_MODE
-        if fits(system, mode)
-    ]
-
-    def is_quick(system, mode):
-        return mode in quick_modes[system]
-
-    marked = some_slow(pairs, is_quick, "more than two hundred cases")
-    return pytest.mark.parametrize("system, mode", marked)
-
-
 # One system has all kinds of modes, the others those in which they have code of their
 # own.
-QUICK_LOG_PROBS = {
+LOG_PROBS = {
     "mask_query": OF_EACH_KIND,
     # Candidates at all free positions are predicted for their targets.
     "sigma-GPT": ["confidence:group=2"],
@@ -643,7 +431,7 @@ QUICK_LOG_PROBS = {
     "SEDD": ["mdm:steps=3,schedule=cosine", "margin:group=2"],
     "encoder AO-GPT": ["l2r", "entropy:group=3"],
 }
-QUICK_ALONE = {
+ALONE = {
     "AO-GPT": OF_EACH_KIND,
     "two_stream": ["random:group=2"],  # tokens of a group see each other
     "mask_query": ["confidence:group=2"],  # candidates are inputs of their own
@@ -684,7 +472,7 @@ def adaptive_reference(model, tokens, context, mode):
     return steps, log_probs
 
 
-@every_mode_of(QUICK_LOG_PROBS)
+@of_systems(LOG_PROBS)
 def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
     """Before temperature and truncation. Adaptive modes: the positions of every step
     are those that the uncached model prefers."""
@@ -742,7 +530,7 @@ SIMPLE_MODES = modes("l2r, l2r:group=3, random:group=2, mdm:steps=4")
         (system, mode)
         for system in [*DECODERS, ONE_BY_ONE]
         for mode in SIMPLE_MODES
-        if fits(system, mode)
+        if system not in GPTS or mode == "l2r"
     ],
 )
 def test_the_simple_sampler_is_the_engine(system, mode):
@@ -777,7 +565,7 @@ def assert_same_samples(got, expected, cut=...):
     assert (got.log_probs - expected.log_probs[cut]).abs().max() < 1e-5
 
 
-@every_mode_of(QUICK_ALONE)
+@of_systems(ALONE)
 def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
     """Float64, so that no rounding tips a token. Batches of 2 to all 7; each row alone,
     cut. What stands at free positions is ignored; tokens that may not be drawn may be
@@ -834,21 +622,13 @@ def test_samples_of_a_seed_are_the_same_and_leave_the_global_generator_alone(mod
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize(
-    "mode",
-    some_slow(
-        [("l2r",), ("even:steps=8",), ("mdm:steps=16",)],
-        lambda mode: mode == "even:steps=8",
-        "a large model, several seconds",
-    ),
-)
-def test_rounding_does_not_make_float32_samples_depend_on_the_batch(mode):
+def test_rounding_does_not_make_float32_samples_depend_on_the_batch():
     """At this width batches of 1 and 8 take other kernels, and some tokens are drawn
     again."""
     model = make_system(
         "AO-GPT", 1, torch.float32, vocab_size=8192, n_embd=256, n_head=4, block_size=64
     )
-    plan = make_plan(mode, 8, 64)
+    plan = make_plan("even:steps=8", 8, 64)
     uniforms = uniforms_for(8, 64, seed=2)
     whole, alone = (
         generate(
@@ -908,25 +688,21 @@ class FactoryFunctions(TorchDispatchMode):
         return OnDevice.__torch_dispatch__(function, types, arguments, keywords)
 
 
-@pytest.mark.parametrize(
-    "system, mode",
-    some_slow(
-        itertools.product(
-            ["AO-GPT", "two_stream", "mask_query", "target rotary", "SEDD"],
-            modes("""
-                mdm:steps=3, entropy:group=2, entropy:entropy_bound=0.95,
-                speculative:order=l2r,draft=3
-            """),
-        ),
-        lambda system, mode: system == "AO-GPT" or mode.startswith("mdm"),
-        SAME_WAY,
-    ),
-)
+WITHOUT_FLOAT64 = {
+    "AO-GPT": modes("""
+    entropy:group=2, entropy:entropy_bound=0.95, speculative:order=l2r,draft=3
+"""),
+    "two_stream": ["mdm:steps=3"],
+    "mask_query": ["mdm:steps=3"],
+    "target rotary": ["mdm:steps=3"],
+    "SEDD": ["mdm:steps=3"],
+}
+
+
+@of_systems(WITHOUT_FLOAT64)
 def test_on_a_device_without_float64_the_same_tokens_are_drawn(
     system, mode, monkeypatch
 ):
-    if system == "SEDD" and mode == "speculative:order=l2r,draft=3":
-        return
     given = torch.arange(6).expand(3, -1) < 1  # or relative models prefer no position
     model = text_model(system)
     plan = make_plan(mode, 3, 6, given, seed=2)
@@ -984,26 +760,17 @@ BY_HAND = {"l2r": 12, "mdm:steps=1": 12, "random": 12, "even:steps=4": 12 + 3 * 
 
 
 @pytest.mark.parametrize(
-    "mode, prompted, ragged",
-    some_slow(
-        itertools.product(
-            [*EVERY_MODE, "mdm:steps=100", "even:steps=4"], [False, True], [False, True]
-        ),
-        lambda mode, prompted, ragged: (
-            (prompted and ragged and mode in OF_EACH_KIND)
-            or (not prompted and not ragged and mode in BY_HAND)
-        ),
-        "rows with a prompt and of different lengths are the general case",
-    ),
+    "mode, is_general",
+    [(mode, True) for mode in OF_EACH_KIND] + [(mode, False) for mode in BY_HAND],
 )
-def test_model_calls_and_token_forwards_of_fixed_plans(mode, prompted, ragged, work):
+def test_model_calls_and_token_forwards_of_fixed_plans(mode, is_general, work):
     """Counted where the model is called; of fixed plans, calls are the steps of the
     longest row and work is below 2n + steps inputs a row. By hand: groups of one, and a
     single group, compute every step once; 4 groups of 3 have 12 copies of a last known
     token, and after every group but the last the 2 of its tokens that no copy has left
     in the cache."""
-    lengths = LENGTHS if ragged else LENGTH
-    given = some_given(7, LENGTH, seed=2) if prompted else None
+    lengths = LENGTHS if is_general else LENGTH
+    given = some_given(7, LENGTH, seed=2) if is_general else None
     plan = make_plan(mode, 7, lengths, given)
     tokens = torch.zeros(7, LENGTH).long()
     uniforms = uniforms_for(7)
@@ -1014,7 +781,7 @@ def test_model_calls_and_token_forwards_of_fixed_plans(mode, prompted, ragged, w
     assert got.model_calls == len(work["inputs"])
     assert got.token_forwards == sum(work["inputs"])
     assert sum(progress) == int(plan.generated.sum())
-    fixed = mode in (*FIXED, "mdm:steps=100", "even:steps=4")
+    fixed = mode in (*FIXED, "even:steps=4")
     steps = group_sizes(plan).bool().sum(1).tolist()
     if fixed:
         assert got.model_calls == max(steps) == len(progress)
@@ -1027,7 +794,7 @@ def test_model_calls_and_token_forwards_of_fixed_plans(mode, prompted, ragged, w
         calls.append(alone.model_calls)
         assert alone.token_forwards == sum(work["inputs"])
         assert not fixed or alone.token_forwards <= max(0, 2 * n + steps[b] - 1)
-        if b == 0 and not prompted:
+        if b == 0 and not is_general:
             assert alone.token_forwards == BY_HAND.get(mode, alone.token_forwards)
     assert got.nfe.tolist() == calls
     assert got.model_calls >= max(calls)
@@ -1037,13 +804,12 @@ def test_model_calls_and_token_forwards_of_fixed_plans(mode, prompted, ragged, w
         assert halves.token_forwards == got.token_forwards
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("draft", [2, 3, 5, 100])
-def test_speculation_never_takes_more_calls_than_one_position_a_step(draft, seed):
+@pytest.mark.parametrize("draft", [2, 5, 100])
+def test_speculation_never_takes_more_calls_than_one_position_a_step(draft):
     """Two calls settle at least two positions: the first draft, and one that is
     verified."""
-    plan = speculative_plan(Samples(7, LENGTHS, seeded(seed)), draft)
-    got = generate(text_model(), plan, generator=seeded(seed + 5))
+    plan = speculative_plan(Samples(7, LENGTHS, seeded(0)), draft)
+    got = generate(text_model(), plan, generator=seeded(5))
     assert got.model_calls <= LENGTH
     for row, length in zip(got.step.tolist(), LENGTHS.tolist(), strict=True):
         rounds = [row[:length].count(r) for r in range(max(row) + 1)]
@@ -1069,19 +835,6 @@ def test_speculation_accepts_every_draft_where_positions_are_independent(draft):
     rounds = -(-LENGTH // (draft + 1))
     assert got.model_calls == 2 * rounds - (LENGTH % (draft + 1) == 1) < LENGTH
     assert (got.step.max(dim=1).values == rounds - 1).all()
-
-
-def test_a_plan_may_be_made_by_hand_with_a_context_in_any_order_and_empty_steps():
-    step = [
-        [-1, -1, -1, 0, 0, 2, 2, 2, 2, 3, 7, 7],
-        [-1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 5],
-    ]
-    plan = Plan(reference.random_orders(2, LENGTH, seed=5), torch.tensor(step))
-    model = text_model()
-    tokens = random_tokens(vocab_size=17, batch_size=2, length=LENGTH, seed=6)
-    got = generate(model, plan, tokens, generator=seeded(1))
-    expected = reference.uncached_log_probs(model, got.tokens, plan)
-    assert (got.log_probs - expected).abs().max() < 1e-5
 
 
 def test_where_there_is_nothing_to_generate_no_call_is_made():
@@ -1192,23 +945,10 @@ def test_a_compiled_step_gives_the_tokens_of_the_eager_one_and_copies_no_cache()
 
 @pytest.mark.parametrize(
     "system, mode, top_p",
-    some_slow(
-        [
-            ("AO-GPT", "even:steps=2", 0.9),
-            ("AO-GPT", "entropy:group=5", 1.0),
-            ("AO-GPT", "confidence:threshold=0.45,block=3", 1.0),
-            ("AO-GPT", "speculative:order=l2r,draft=4", 0.9),
-            ("two_stream", "speculative:order=l2r,draft=4", 0.9),
-            ("mask_query", "speculative:order=l2r,draft=4", 0.9),
-            ("mask_query", "even:steps=2", 1.0),
-            ("SEDD", "even:steps=2", 0.9),
-            ("encoder AO-GPT", "confidence:group=6", 1.0),
-        ],
-        lambda system, mode, top_p: (
-            system == "two_stream" or (system, mode) == ("AO-GPT", "even:steps=2")
-        ),
-        "each is compiled",
-    ),
+    [
+        ("AO-GPT", "even:steps=2", 0.9),
+        ("two_stream", "speculative:order=l2r,draft=4", 0.9),
+    ],
 )
 def test_compiled_generation_is_eager_generation_and_compiles_once(
     system, mode, top_p, counted_graphs
@@ -1513,19 +1253,14 @@ UNIFORMS = torch.full((4,), 0.5, dtype=torch.float64)
     "system, changes, words",
     [
         ("RADD", {}, "for decoders"),
-        ("AO-GPT", {"order": torch.tensor([0, 0, 1, 3])}, "not a permutation of 0..3"),
+        ("AO-GPT", {"order": torch.tensor([0, 0, 1, 3])}, "a permutation of 0..3"),
         ("AO-GPT", {"sizes": [2, 0, 2]}, "at least 1"),
         ("AO-GPT", {"sizes": [4, 1]}, "add up to at most 4"),
         ("AO-GPT", {"uniforms": UNIFORMS.float()}, "4 uniforms of float64"),
-        ("AO-GPT", {"uniforms": UNIFORMS[:3]}, "4 uniforms of float64"),
-        ("AO-GPT", {"uniforms": UNIFORMS + 0.5}, r"lie in \[0, 1\)"),
-        ("AO-GPT", {"temperature": -1.0}, "temperature is -1.0"),
         ("AO-GPT", {"temperature": math.nan}, "temperature is nan"),
         ("AO-GPT", {"top_p": 1.5}, "top_p is 1.5"),
-        ("AO-GPT", {"top_p": math.nan}, "top_p is nan"),
         ("AO-GPT", {"order": ORDER.int()}, "LongTensor"),
-        ("AO-GPT", {"order": torch.arange(400)}, "takes up to"),
-        ("AO-GPT", {"tokens": ORDER[:3]}, "4 tokens"),
+        ("AO-GPT", {"order": torch.arange(400)}, "up to"),
         ("GPT-2", {"order": ORDER.flip(0)}, "plain GPT.*left to right"),
         ("GPT-2", {"sizes": [2, 2]}, "plain GPT.*sizes of 1"),
     ],
@@ -1544,7 +1279,7 @@ def test_the_simple_sampler_refuses_what_it_cannot_use(system, changes, words):
         )
     if not changes:
         return
-    with pytest.raises(UserError, match="training mode"):
+    with pytest.raises(UserError, match="evaluation mode"):
         simple_generate(make_system("AO-GPT").train(), ORDER, [1] * 4, UNIFORMS)
 
 

@@ -288,8 +288,6 @@ def test_a_command_parses(words, parse, monkeypatch, tmp_path):
     if script == "train.py" and arguments[0].startswith("CONFIG"):
         arguments = ["configs/quickstart.toml", *arguments[1:]]
     got = parse(script, arguments)
-    if script == "eval_gen.py" and got.runs:
-        assert got.decoding.rows()
     if script == "eval_ppl.py":
         eval_ppl.check_arguments(got)
         names = {

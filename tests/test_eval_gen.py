@@ -184,7 +184,7 @@ def test_a_judge_that_is_a_known_distribution_gives_the_exact_perplexity(
     report, write_texts, bigram
 ):
     """`cb` costs 3 bits; the first token of each text is not scored."""
-    result = report("--samples", write_texts([TEXT, "cb"]), "--judge", bigram)
+    result = report(write_texts([TEXT, "cb"]), "--judge", bigram)
     row = result["rows"][0]
     first, second = row["per_sample"]
     for got, bits, count in ((first, BITS, 5), (second, 3, 1), (row, BITS + 3, 6)):
@@ -205,9 +205,9 @@ def test_a_judge_that_is_a_known_distribution_gives_the_exact_perplexity(
 def test_copies_of_one_sample_do_not_look_fine(script, report, write_texts, bigram):
     """All else is that of the sample alone."""
     copies = write_texts([TEXT] * 20)
-    of_copies = report("--samples", copies, "--judge", bigram)["rows"][0]
-    _, out, _ = script(eval_gen, "--samples", copies, "--judge", bigram)
-    own = report("--samples", write_texts([TEXT]), "--judge", bigram)["rows"][0]
+    of_copies = report(copies, "--judge", bigram)["rows"][0]
+    _, out, _ = script(eval_gen, copies, "--judge", bigram)
+    own = report(write_texts([TEXT]), "--judge", bigram)["rows"][0]
     assert own["distinct_samples"] == 1
     assert of_copies["distinct_samples"] == 1
     assert of_copies["samples"] == 20
@@ -215,7 +215,7 @@ def test_copies_of_one_sample_do_not_look_fine(script, report, write_texts, bigr
     assert of_copies["perplexity"] == pytest.approx(own["perplexity"])
     assert "| different |" in out
     mixed = write_texts(["abca", "bbcc", "abca"])
-    row = report("--samples", mixed, "--judge", bigram)["rows"][0]
+    row = report(mixed, "--judge", bigram)["rows"][0]
     assert row["distinct_samples"] == 2
 
 
@@ -263,9 +263,9 @@ def test_only_the_same_ids_are_scored_directly(
     assert not load(bigram).has_ids_of("bytes")
     texts = [TEXT, "caf\u00e9 ab"]
     rows = [with_ids(text) for text in texts]
-    (ids,) = report("--samples", write(rows), "--judge", byte_judge)["rows"]
-    (text,) = report("--samples", write_texts(texts), "--judge", byte_judge)["rows"]
-    (through,) = report("--samples", write(rows), "--judge", bigram)["rows"]
+    (ids,) = report(write(rows), "--judge", byte_judge)["rows"]
+    (text,) = report(write_texts(texts), "--judge", byte_judge)["rows"]
+    (through,) = report(write(rows), "--judge", bigram)["rows"]
     judged = [row["tokens_judged"] for row in (ids, text, through)]
     assert judged == ["ids", "text", "retokenised"]
     for one, other in zip(ids["per_sample"], text["per_sample"], strict=True):
@@ -298,7 +298,7 @@ def test_our_own_judge_is_the_model_scored_left_to_right(report, write, run, pla
     rows = [with_ids("the order of any"), with_ids("mask")]
     path = write(rows)
     for name in (run, plain):
-        result = report("--samples", path, "--judge", name)
+        result = report(path, "--judge", name)
         model = load_model(name).double()
         row = result["rows"][0]
         expected = []
@@ -344,7 +344,7 @@ def test_a_file_of_sample_py_and_samples_of_the_same_seed_get_the_same_scores(
     common = [*MODES[mode], *"--num-samples 3 --seed 4 --batch-size 1".split()]
     assert script(sample, run, *common, "--top-p", 0.9, "--jsonl", path)[0] == 0
     direct = report(run, "--judge", run, *common, "--top-p", 0.9)
-    read = report("--samples", path, "--judge", run)
+    read = report(path, "--judge", run)
     assert_same(scores_of(read), scores_of(direct))
     assert read["rows"][0]["run"] == str(run)
     # a sample alone in its batch takes part in all calls
@@ -378,7 +378,7 @@ def test_two_processes_give_the_numbers_of_one(
 ):
     """Also with fewer samples than processes, and for samples of a file."""
     path = write_texts([f"any order {i}" for i in range(3)])
-    common = [run, "--samples", path, "--judge", run, "--num-samples", count]
+    common = [run, path, "--judge", run, "--num-samples", count]
     common += ["--mode", "mdm:steps=4", "--seed", 3]
     torchrun(2, "eval_gen.py", *common, "--json", tmp_path / "two.json")
     two = json.loads((tmp_path / "two.json").read_text())
@@ -392,10 +392,10 @@ def test_two_processes_give_the_numbers_of_one(
 def test_given_tokens_are_counted_and_said(script, report, run, tmp_path):
     path = tmp_path / "prompted.jsonl"
     script(sample, run, "--prompt", "the ", "--num-samples", 2, "--jsonl", path)
-    row = report("--samples", path, "--judge", run)["rows"][0]
+    row = report(path, "--judge", run)["rows"][0]
     assert row["given_tokens"] == 8
     assert row["tokens"] == 2 * LENGTH
-    _, out, _ = script(eval_gen, "--samples", path, "--judge", run)
+    _, out, _ = script(eval_gen, path, "--judge", run)
     assert "8 tokens were given, not generated" in out
 
 
@@ -465,13 +465,10 @@ def fails(script):
         (["RUN", "--length", LENGTH + 1], f"give at most its block size, {LENGTH}"),
         (["ENCODER", "--mode", "speculative"], "needs causal attention"),
         (["PLAIN", "--mode", "mdm"], "plain GPT"),
-        (
-            ["--samples", "nowhere.jsonl"],
-            "--samples nowhere.jsonl: there is no such file",
-        ),
-        (["--samples", "BROKEN"], "line 1: this is not JSON"),
-        (["--samples", [{"text": "ab", "tokens": [97, "b"]}]], "line 1"),
-        (["--samples", []], "there is no sample in it"),
+        (["nowhere.jsonl"], "nowhere.jsonl: there is no such file"),
+        (["BROKEN"], "line 1: this is not JSON"),
+        ([[{"text": "ab", "tokens": [97, "b"]}]], "line 1"),
+        ([[]], "there is no sample in it"),
     ],
 )
 def test_bad_arguments_are_refused(
@@ -510,7 +507,7 @@ def test_what_is_no_judge_is_refused(
         if "lm_head" not in name
     }
     model.save_pretrained(partial, state_dict=state)
-    options = ["--samples", write_texts([TEXT]), "--judge"]
+    options = [write_texts([TEXT]), "--judge"]
     for judge, message in (
         (encoder, "is an encoder"),
         ("no-such-judge", "--judge no-such-judge could not be loaded"),
@@ -560,7 +557,7 @@ def test_empty_samples_and_those_of_one_token_are_counted_and_said(
     folder = run if judge == "own" else byte_judge
     for name, some in (("all", rows), ("empty", rows[:1])):
         path = write_rows(tmp_path / f"{name}.jsonl", some)
-        status, out, err = script(eval_gen, "--samples", path, "--judge", folder)
+        status, out, err = script(eval_gen, path, "--judge", folder)
         unscored = 1 if judge == "own" or name == "empty" else 2
         assert status == 0 and f"{unscored} of them too short to be scored" in out, err
 
@@ -587,7 +584,8 @@ def test_notes_say_how_many_tokens_a_sample_has(script, run, write):
     rows = write([with_ids(text) for text in ("abc", "any order")])
     words = ["--judge", run, "--num-samples", 2]
     for length in ([], ["--length", 9]):
-        status, out, err = script(eval_gen, run, *words, *length, "--samples", rows)
+        n = 9 if length else LENGTH
+        status, out, err = script(eval_gen, run, rows, *words, *length)
         assert status == 0, err
-        assert f"{9 if length else LENGTH} tokens a sample" in out
+        assert f"{n} to {n} tokens a sample" in out
         assert "3 to 9 tokens a sample" in out

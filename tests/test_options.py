@@ -95,14 +95,14 @@ def options_of(table):
 
 @pytest.mark.parametrize("script", [sample, eval_ppl, eval_gen])
 def test_every_option_of_a_script_is_set_somewhere(script, texts):
-    positional = {"--run", "--other", "--runs"}
+    positional = {"--run", "--other", "--sources"}
     options = set(options_of(script.Arguments)) - positional
     assert len(options) > 10
     assert not [option for option in options if not is_given(option, texts)]
 
 
 # The most options of each script: a new one enters for one that leaves.
-MOST = {"train": 65, "sample": 22, "eval_ppl": 18, "eval_gen": 19}
+MOST = {"train": 65, "sample": 22, "eval_ppl": 18, "eval_gen": 16}
 
 
 def test_no_script_has_more_options_than_before():

@@ -135,7 +135,6 @@ def test_rows_planned_one_by_one_are_stacked_to_a_plan():
     assert drafted.draft == 3
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(
     "mode",
     [
@@ -146,14 +145,14 @@ def test_rows_planned_one_by_one_are_stacked_to_a_plan():
         "speculative:draft=2",
     ],
 )
-def test_order_is_uniform_over_the_positions_that_are_not_given(mode, seed):
+def test_order_is_uniform_over_the_positions_that_are_not_given(mode):
     """Half of the rows are 4 long: 24 orders. The others are 5 long with two given: 6
     orders."""
     length = torch.tensor([4, 5]).repeat(6000)
     given = torch.zeros(12_000, 5, dtype=torch.bool)
     given[1::2, 1] = True
     given[1::2, 4] = True
-    plan = make_plan(mode, 12_000, length, given, seed)
+    plan = make_plan(mode, 12_000, length, given, 0)
     of_length_4 = plan.order[::2, :4]
     of_length_5 = plan.order[1::2]
     for rows, context, free in (
@@ -193,13 +192,12 @@ def test_even_plans_have_the_rounded_expected_sizes(steps, schedule):
                 assert sizes[0] < sizes[-1]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("steps", [1, 2, 3, 5])
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_exact_plan_is_uniform_order_with_multinomial_groups(schedule, steps, seed):
+def test_exact_plan_is_uniform_order_with_multinomial_groups(schedule, steps):
     """The joint distribution of order and steps for 3 positions, all 6 * compositions
     outcomes."""
-    plan = mdm_plan(Samples(12_000, 3, seeded(seed)), steps, schedule)
+    plan = mdm_plan(Samples(12_000, 3, seeded(0)), steps, schedule)
     index = {}
     expected = []
     for probability, order, counts in exact_plans(range(3), (), steps, schedule):
@@ -257,24 +255,14 @@ RULES = "'order', 'confidence', 'entropy'"
             adaptive("entropy", group=0, block=2),
             "most is 0; give a number of at least 1",
         ),
+        (masked(0), "steps is 0"),
+        (lambda: order_plan(Samples(1, 4), "l2r", group=0), "the group"),
+        (lambda: speculative_plan(Samples(1, 4), draft=0), "the draft"),
+        (adaptive("confidence", threshold=2.0), "the threshold is 2"),
     ],
 )
 def test_what_is_not_a_plan_is_refused_by_name(make, words):
-    with pytest.raises(ValueError, match=words):
-        make()
-
-
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: mdm_plan(Samples(1, 4), 0), "steps is 0"),
-        (lambda: order_plan(Samples(1, 4), "l2r", group=0), "the group"),
-        (lambda: speculative_plan(Samples(1, 4), draft=0), "the draft"),
-        (lambda: score_plan(Samples(1, 4), threshold=2.0), "the threshold is 2"),
-    ],
-)
-def test_a_plan_that_cannot_be_is_a_user_error(make, message):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=words):
         make()
 
 

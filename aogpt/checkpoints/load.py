@@ -61,8 +61,6 @@ class Loaded:
     vocab_size: int  # of the tokenizer: ids that the model was trained on
     # The first left-to-right step that is scored: GPT-2 has no start token.
     scored_from: int = 0
-    # A run on data with prompts or padding; of exports it is not known.
-    of_records: bool = False
     # Of a run on records whose end is given (data.end); None for others.
     record_end: RecordEnd | None = None
     # The layout of released weights; None for a model trained here.
@@ -150,7 +148,6 @@ def load(
         tokenizer=origin["tokenizer"],
         vocab_size=count,
         scored_from=origin.get("scored_from", 0),
-        of_records=origin.get("of_records", False),
         record_end=record_end,
         system=origin.get("system"),
         tokens=origin.get("tokens"),
@@ -266,8 +263,6 @@ def from_checkpoint(path: Path, weights: str) -> tuple[Transformer, dict]:
     origin["step"] = values["step"]
     origin["tokens"] = values.get("tokens")
     origin["weights"] = weights
-    splits = values["data"].get("splits", {})
-    origin["of_records"] = any("roles" in split for split in splits.values())
     # Runs from before data.end have no such key.
     if values["config"].get("data", {}).get("end") == "given":
         origin["record_end"] = RecordEnd.of(values["data"], path)

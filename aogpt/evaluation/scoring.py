@@ -45,13 +45,13 @@ class SampleSet:
 def read_sample_sets(path: Path) -> list[SampleSet]:
     """Return the samples of a file, a set for all of equal settings."""
     groups: dict[str, list[Sample]] = {}
-    for place, line in read_lines(path, "--samples"):
+    for place, line in read_lines(path, "samples"):
         sample = from_json(line, Sample, place, ADVICE)
         key = json.dumps(sample.get("settings"), sort_keys=True)
         group = groups.setdefault(key, [])
         group.append(sample)
     if not groups:
-        raise UserError(f"--samples {path}: there is no sample in it")
+        raise UserError(f"{path}: there is no sample in it")
     return [_sample_set(samples, path) for samples in groups.values()]
 
 

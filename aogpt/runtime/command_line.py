@@ -34,19 +34,13 @@ PEER_SECONDS = 10.0  # in which torchrun ends the processes beside one that has 
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """Options of every script that loads a model."""
+class ComputeOptions:
+    """Options of every script that loads models."""
 
     seed: Seed = 0
     """Seed of everything random."""
     weights: Literal["ema", "raw"] = "ema"
     """ema: the averaged weights, if there are any; raw: those of the last step."""
-    checkpoint: str = "last"
-    """Checkpoint of a run folder: last, best (lowest validation loss) or the number of
-    a step."""
-    block_size: Count | None = None
-    """Longest sequence in tokens, if not that of training; only without position
-    tables."""
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda, cuda:1, mps or another device of
     PyTorch."""
@@ -67,6 +61,18 @@ TEXT = PrimitiveConstructorSpec(
     is_instance=lambda value: value is None or isinstance(value, str),
     str_from_instance=lambda value: [str(value)],
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(ComputeOptions):
+    """Options of every script that loads models of runs."""
+
+    checkpoint: str = "last"
+    """Checkpoint of a run folder: last, best (lowest validation loss) or the number of
+    a step."""
+    block_size: Count | None = None
+    """Longest sequence in tokens, if not that of training; only without position
+    tables."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from torch import Tensor
 from ..model import AOGPT
 from ..runtime.errors import UserError
 from .cached import KVCache, predict_next
-from .token_choice import draw
+from .token_choice import TokenChoice, draw
 
 
 @torch.no_grad()
@@ -61,7 +61,8 @@ def simple_generate(
         top_p: tokens are drawn from the `nucleus` of this probability.
 
     Raises UserError for what does not fit together."""
-    check_inputs(model, order, sizes, uniforms, tokens, temperature, top_p)
+    check_inputs(model, order, sizes, uniforms, tokens)
+    choice = TokenChoice(temperature, top_p)  # which checks them
     T = len(order)
     text = torch.zeros_like(order)  # tokens by position
     if tokens is not None:
@@ -78,7 +79,7 @@ def simple_generate(
         # 2. Draw a token for each position, from its own distribution.
         positions = order[known : known + size]
         allowed = logits[:, :vocab_size]
-        if temperature < 1e-10 or top_p == 0:  # divided, logits could overflow
+        if choice.greedy:  # divided by the temperature, logits could overflow
             drawn = allowed.argmax(dim=-1)
         else:
             probs = (allowed / temperature).softmax(dim=-1)
@@ -100,33 +101,25 @@ def check_inputs(
     sizes: list[int],
     uniforms: Tensor,
     tokens: Tensor | None,
-    temperature: float,
-    top_p: float,
 ) -> None:
     """Raise UserError for inputs that `simple_generate` cannot use."""
     T = len(order)
     config = model.config
-    if config.is_encoder:
-        raise UserError("this sampler is for decoders; `generate` takes encoders, too")
-    if model.training:
-        raise UserError("the model is in training mode; call model.eval() first")
-    if T > config.block_size:
-        raise UserError(
-            f"the order has {T} positions, but the model takes up to "
-            f"{config.block_size}"
-        )
+    if config.is_encoder or model.training:
+        raise UserError("this sampler is for decoders in evaluation mode: model.eval()")
     positions = torch.arange(T, device=order.device)
     is_permutation = torch.equal(order.sort().values, positions)
-    if order.dtype != torch.long or not is_permutation:
-        raise UserError(f"the order is not a permutation of 0..{T - 1} (LongTensor)")
+    if order.dtype != torch.long or not is_permutation or T > config.block_size:
+        raise UserError(
+            f"the order must be a permutation of 0..{T - 1} (LongTensor), of up to "
+            f"{config.block_size} positions"
+        )
     if any(size < 1 for size in sizes) or sum(sizes) > T:
         raise UserError(
             f"sizes are {sizes}; give numbers of at least 1 that add up to at most {T}"
         )
     if tokens is None and sum(sizes) < T:
         raise UserError("the first positions of the order are given: pass their tokens")
-    if tokens is not None and tokens.shape != (T,):
-        raise UserError(f"give {T} tokens, one for each position")
     one_by_one = all(size == 1 for size in sizes)
     if config.l2r_only and not (one_by_one and torch.equal(order, positions)):
         raise UserError(
@@ -135,12 +128,6 @@ def check_inputs(
         )
     if uniforms.shape != (T,) or uniforms.dtype != torch.float64:
         raise UserError(f"give {T} uniforms of float64, one for each position")
-    if not ((uniforms >= 0) & (uniforms < 1)).all():
-        raise UserError("uniforms must lie in [0, 1)")
-    if not temperature >= 0:
-        raise UserError(f"temperature is {temperature}; give 0 or above")
-    if not 0 <= top_p <= 1:
-        raise UserError(f"top_p is {top_p}; give a number from 0 to 1")
 
 
 def nucleus(probs: Tensor, top_p: float) -> Tensor:

@@ -11,7 +11,7 @@ rounding changes only races that end in a tie up to rounding.
 
 Shapes: N rows, each a position to draw, V vocabulary, K blocks of ids."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -62,14 +62,6 @@ class TokenChoice:
         """Return whether the most probable token is always drawn, which every rule
         keeps."""
         return self.temperature < GREEDY_BELOW or self.top_p == 0 or self.top_k == 1
-
-    @property
-    def is_exact(self) -> bool:
-        """Return whether tokens follow the model's own distribution."""
-        for field in fields(TokenChoice):
-            if getattr(self, field.name) != field.default:
-                return False
-        return True
 
 
 def choose_tokens(logits: Tensor, uniforms: Tensor, choice: TokenChoice) -> Tensor:
