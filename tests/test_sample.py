@@ -19,7 +19,6 @@ from helpers import (
     column,
     data_of,
     read_lines,
-    some_slow,
     torchrun,
     wait_for,
     write_rows,
@@ -27,7 +26,6 @@ from helpers import (
 
 import sample
 from aogpt import checkpoints as checkpoint
-from aogpt import scoring
 from aogpt.checkpoints import store
 from aogpt.data.tokenizers import get_tokenizer
 from aogpt.orders import ORDER_KINDS, orders_at, parse_order
@@ -121,16 +119,6 @@ def test_every_sample_is_printed_and_written_with_all_that_made_it(
     assert "model calls" in err
 
 
-EVERY_MODE = {
-    **MODES,
-    "mdm by length": ["--mode", "mdm"],
-    "even cosine by length": ["--mode", "even:schedule=cosine"],
-    "order": ["--mode", "slots:block=3,group=2"],
-    "threshold": ["--mode", "margin:threshold=0.05"],
-    "bound": ["--mode", "entropy:entropy_bound=9,block=5"],
-}
-
-
 @pytest.mark.parametrize("kind", ORDER_KINDS)
 def test_every_kind_of_order_is_one_to_sample_by(draw, kind, tmp_path):
     """A token a step, in the orders drawn; what is given comes first."""
@@ -166,24 +154,24 @@ class OneOf(Processes):
 
 
 # One of each way to plan: by a random time, a schedule, an order, a score or drafts.
-OF_EACH_KIND = ("mdm cosine", "even", "l2r in groups", "order", "bound", "speculative")
+OF_EACH_KIND = [
+    "mdm:schedule=cosine",
+    "even:steps=5",
+    "l2r:group=5",
+    "slots:block=3,group=2",
+    "entropy:entropy_bound=9,block=5",
+    "speculative",
+]
 
 
-@pytest.mark.parametrize(
-    "mode",
-    some_slow(
-        [(mode,) for mode in EVERY_MODE],
-        lambda mode: mode in OF_EACH_KIND,
-        "every mode, a second for each",
-    ),
-)
+@pytest.mark.parametrize("mode", OF_EACH_KIND)
 def test_a_sample_follows_from_the_seed_its_prompt_and_its_number(
     draw, prompts, mode, run
 ):
     """Whatever the number of samples, other prompts, batches and processes."""
 
     def samples(rows, count, size, seed=3):
-        words = [*EVERY_MODE[mode], "--prompts", prompts(rows)]
+        words = ["--mode", mode, "--prompts", prompts(rows)]
         words += ["--num-samples", count, "--batch-size", size, "--seed", seed]
         drawn = {}
         for i, line in enumerate(draw(*words)):
@@ -199,7 +187,7 @@ def test_a_sample_follows_from_the_seed_its_prompt_and_its_number(
         assert len(part) == count * len(some)
     assert samples(rows, 1, 16, seed=4)[0, 0] != whole[0, 0]
 
-    options = modes.DecodingOptions(mode=EVERY_MODE[mode][1])
+    options = modes.DecodingOptions(mode=mode)
     contexts = [[116, 104, 101, 32, *[None] * 5], [None] * 7]
     planned = modes.plan_samples(options.plan, contexts, 3, 3)
     model = checkpoint.load_model(run)
@@ -310,16 +298,11 @@ def test_weights_and_compile_are_those_asked_for(draw, run, monkeypatch):
 
 
 PROMPTS = ["é🎉", "<|endoftext|>", "[MASKED] 2"]
-EVERY_TEXT = "every text in every mode"
 
 
 @pytest.mark.parametrize(
     "mode, prompt",
-    some_slow(
-        itertools.product(MODES, PROMPTS),
-        lambda mode, prompt: mode == "mdm" or prompt == PROMPTS[0],
-        EVERY_TEXT,
-    ),
+    [*itertools.product(["mdm"], PROMPTS[1:]), *itertools.product(MODES, PROMPTS[:1])],
 )
 def test_a_prompt_is_kept_and_only_the_rest_is_generated(draw, mode, prompt):
     for line in draw(*MODES[mode], "--prompt", prompt, "--num-samples", 2):
@@ -338,11 +321,10 @@ INFILLS = {
 
 @pytest.mark.parametrize(
     "mode, infill",
-    some_slow(
-        itertools.product(MODES, INFILLS),
-        lambda mode, infill: mode == "mdm" or infill == next(iter(INFILLS)),
-        EVERY_TEXT,
-    ),
+    [
+        *itertools.product(["mdm"], list(INFILLS)[1:]),
+        *itertools.product(MODES, list(INFILLS)[:1]),
+    ],
 )
 def test_an_infill_keeps_its_text_and_fills_every_mask_with_so_many_tokens(
     draw, mode, infill
@@ -543,31 +525,6 @@ def test_a_model_without_a_start_token_needs_text_to_begin_with(
     assert f"--prompt: {message}" in refused()
     assert f"--prompt: {message}" in refused("--prompt", "[MASK:1]a")
     check_given(draw("--prompt", "a[MASK:1]")[0], "a", 1)
-
-
-def test_log_probabilities_follow_from_what_is_written(draw, run):
-    """The order in which positions became known is part of it: a step after the other,
-    1e-5: six digits of float32."""
-    model = checkpoint.load_model(run)
-    infill = "[MASK:5]the [MASK:6]"
-    for line in draw("--mode", "random:group=4", "--prompt", infill):
-        tokens = torch.tensor([line["tokens"]])
-        order = line["order"]
-        steps = [line["step"][position] for position in order]
-        assert sorted(order) == list(range(15))
-        assert steps == sorted(steps)
-        assert len(set(steps)) == 4  # three of 4 positions after what is given
-        for i, (position, step) in enumerate(zip(order, steps, strict=True)):
-            if step < 0:
-                continue
-            known_count = torch.tensor([steps.index(step)])
-            with torch.no_grad():
-                hidden = scoring.parallel_hidden(
-                    model, tokens, torch.tensor([order]), known_count
-                )
-                log_probs = model.head_logits(hidden)[0, i, :257].log_softmax(-1)
-            log_prob = float(log_probs[line["tokens"][position]])
-            assert log_prob == pytest.approx(line["log_probs"][position], abs=1e-5)
 
 
 def test_what_a_user_expects_of_prompts(draw, plain, prompts):
