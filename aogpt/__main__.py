@@ -87,7 +87,7 @@ class Sampling:
 
 
 Asked = Annotated[Words, tyro.conf.arg(name="")]
-Chosen = Annotated[Sampling, tyro.conf.arg(name="")]
+Sampled = Annotated[Sampling, tyro.conf.arg(name="")]
 
 
 def fields_of(answer: Any) -> dict[str, Any]:
@@ -159,21 +159,21 @@ def blanks(words: Asked, top: int = 10) -> None:
     words.show(likely_tokens, lines)
 
 
-def fill(words: Asked, how: Chosen) -> None:
+def fill(words: Asked, sampling: Sampled) -> None:
     """Print texts with their gaps filled in: [MASK] is one token, [MASK:4] four."""
     texts = words.read()
-    samples = words.load().fill(texts, **vars(how))
+    samples = words.load().fill(texts, **vars(sampling))
     words.show(samples, [sample.text for sample in samples])
 
 
-def generate(words: Asked, how: Chosen, new_tokens: int | None = None) -> None:
+def generate(words: Asked, sampling: Sampled, new_tokens: int | None = None) -> None:
     """Print continuations of texts by 60 tokens, or --new-tokens; of a model of records
     to their end. --mode l2r reads best."""
     texts = words.read()
     model = words.load()
     if new_tokens is None and model.end is None:
         new_tokens = 60
-    samples = model.generate(texts, new_tokens, **vars(how))
+    samples = model.generate(texts, new_tokens, **vars(sampling))
     words.show(samples, [sample.text for sample in samples])
 
 
