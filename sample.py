@@ -63,10 +63,9 @@ class Arguments(RunOptions, OutputOptions):
     rows: tuple[Count, ...] = ()
     """Use only these of the --prompts, by number from 1."""
     until_end: bool = False
-    """Cut each sample before the end-of-text that follows all given text; for models
-    that were trained on prompts. The default --mode is then l2r: other modes fill in
-    what follows the end before the text, unless they go block by block.
-    Log-probabilities that depended on what is cut are computed once more without it."""
+    """End each sample before the end-of-text that follows all given text: for decoders
+    that were trained on prompts, and --mode l2r, which is then the default. Other modes
+    fill in what follows the end before the text."""
     jsonl: Path | None = None
     """Write a JSON object per sample instead of printing it: text, prompt, tokens, the
     step and log-probability of each, the order in which they were generated, settings.

@@ -1167,16 +1167,8 @@ def test_generation_under_autocast_runs_with_packed_layers(monkeypatch):
     assert got.log_probs.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "mode",
-    modes("""
-    l2r, l2r:group=3, random:group=2, mdm:steps=9,
-    confidence:group=2
-"""),
-)
-@pytest.mark.parametrize(
-    "system", ["AO-GPT", "two_stream", "mask_query", "encoder AO-GPT"]
-)
+@pytest.mark.parametrize("mode", ["l2r", "l2r:group=3"])
+@pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "mask_query"])
 def test_a_sample_that_has_ended_takes_no_more_passes(system, mode):
     """It is the same up to its end, and costs a pass for each step up to the next
     look."""
@@ -1193,15 +1185,13 @@ def test_a_sample_that_has_ended_takes_no_more_passes(system, mode):
         # An end is one only after all that is given.
         last_given = max((p for p in range(len(row)) if step[p] < 0), default=-1)
         ends = [p for p, token in enumerate(row) if token == end and p > last_given]
-        # The first step after which an end is known, and all before it.
-        passes = [max(step[: p + 1]) for p in ends if p < LENGTH]
-        last = min(passes, default=max(step, default=-1))
+        length = min(ends, default=len(row))
+        last = max(step[: length + 1], default=-1)
+        assert short.length[b] == length
         assert short.nfe[b] == len({s for s in step if 0 <= s <= last})
-        positions = [p for p, s in enumerate(step) if s <= last]
-        assert torch.equal(short.tokens[b, positions], whole.tokens[b, positions])
-    if "l2r" in mode:
-        assert short.nfe.sum() < whole.nfe.sum()
-        assert short.token_forwards < whole.token_forwards
+        assert short.tokens[b, :length].tolist() == row[:length]
+    assert short.nfe.sum() < whole.nfe.sum()
+    assert short.token_forwards < whole.token_forwards
 
 
 @pytest.mark.parametrize("mode", ["confidence", "entropy", "margin:group=3"])

@@ -1,13 +1,12 @@
-"""Samples that are cut at their end-of-text, in every system and mode: the numbers
-that are written are those of the tokens that are written."""
+"""Samples that are cut at their end-of-text: the numbers that are written are those of
+the tokens that are written."""
 
 import json
 
 import pytest
 import reference
 import torch
-from helpers import MODES
-from reference import ENCODERS, make_system
+from reference import make_system
 
 import sample
 from aogpt.checkpoints.load import Loaded
@@ -16,16 +15,6 @@ from aogpt.scoring import token_log_probs
 
 TOKENIZER = AlphabetTokenizer("abcd")
 END = TOKENIZER.eot
-SYSTEMS = [
-    "AO-GPT",
-    "GPT-2",
-    "two_stream",
-    "mask_query",
-    "target rotary",
-    "encoder AO-GPT",
-    "RADD",
-    "SEDD",
-]
 # The infilling has text on the right of a gap, in which texts may end as well.
 TEXTS = {
     "no prompt": [],
@@ -61,41 +50,26 @@ def draw(monkeypatch, script, tmp_path):
     return call
 
 
-def log_probs_as_written(model, line, mode):
-    """Return log p of the generated tokens of a sample, each given those of earlier
-    steps of the written order, or by speculation given all before it."""
-    tokens = torch.tensor([line["tokens"]])
-    order = torch.tensor([line["order"]])
-    steps = torch.tensor([line["step"]]).gather(1, order)
-    is_generated = steps >= 0
-    if "speculative" in mode:
-        log_probs = token_log_probs(model, tokens, order)
-    elif reference.in_groups(model):
-        positions = torch.arange(len(line["tokens"]))
-        starts = torch.searchsorted(steps, steps)
-        starts = starts.where(is_generated, positions)
-        with torch.no_grad():
-            log_probs = -model(tokens, order, starts)
-    else:
-        starts = torch.searchsorted(steps, steps)
-        starts = starts.where(is_generated, order.shape[1])
-        log_probs = token_log_probs(model, tokens, order, known=starts)
-    return log_probs.where(is_generated, 0).sum().item()
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize(
+    "system, mode",
+    [
+        ("AO-GPT", "l2r"),
+        ("AO-GPT", "l2r:group=3"),
+        ("AO-GPT", "speculative:order=l2r"),
+        ("GPT-2", "l2r"),
+        ("two_stream", "l2r:group=3"),
+        ("mask_query", "speculative:order=l2r"),
+        ("target rotary", "l2r"),
+    ],
+)
 def test_log_probs_are_those_of_the_tokens_that_stay(draw, system, mode):
-    """1e-4: six digits a token."""
-    if system == "GPT-2" and mode != "l2r":
-        pytest.skip("a plain GPT goes from left to right")
-    if system in ENCODERS and "speculative" in mode:
-        pytest.skip("an encoder does not speculate")
+    """Of generated tokens each given those of earlier steps of the written order, or by
+    speculation given all before it. 1e-4: six digits a token."""
     cut = 0
     for name, text in TEXTS.items():
         if system == "GPT-2" and name == "gaps":
             continue
-        model, lines = draw(system, *MODES[mode], *text)
+        model, lines = draw(system, "--mode", mode, *text)
         for line in lines:
             cut += line["length"] < 12
             assert line["length"] == len(line["tokens"]) == len(line["order"])
@@ -110,3 +84,27 @@ def test_log_probs_are_those_of_the_tokens_that_stay(draw, system, mode):
             last_given = line["step"][::-1].index(-1) if -1 in line["step"] else 0
             assert END not in line["tokens"][line["length"] - last_given :]
     assert cut > 3
+
+
+def log_probs_as_written(model, line, mode):
+    tokens = torch.tensor([line["tokens"]])
+    order = torch.tensor([line["order"]])
+    steps = torch.tensor([line["step"]]).gather(1, order)
+    is_generated = steps >= 0
+    starts = torch.arange(order.shape[1])[None]
+    if "speculative" not in mode:
+        starts = torch.searchsorted(steps, steps).where(is_generated, starts)
+    if reference.in_groups(model):
+        with torch.no_grad():
+            log_probs = -model(tokens, order, starts)
+    else:
+        log_probs = token_log_probs(model, tokens, order, known=starts)
+    return log_probs.where(is_generated, 0).sum().item()
+
+
+@pytest.mark.parametrize("mode", ["random", "mdm", "confidence:block=4", "speculative"])
+def test_other_modes_and_encoders_do_not_end(draw, mode):
+    with pytest.raises(AssertionError, match="only samples of a decoder from left"):
+        draw("AO-GPT", "--mode", mode)
+    with pytest.raises(AssertionError, match="only samples of a decoder from left"):
+        draw("RADD", "--mode", "l2r")

@@ -249,15 +249,12 @@ RULES = "'order', 'confidence', 'entropy'"
         (adaptive("surprise"), f"'surprise'.*{RULES}, 'margin'"),
         (
             adaptive("entropy", threshold=-1.0),
-            "threshold is -1.0; give a number of at least 0",
+            "threshold is -1.0; give a number at least 0",
         ),
-        (
-            adaptive("entropy", group=0, block=2),
-            "most is 0; give a number of at least 1",
-        ),
+        (adaptive("entropy", group=0, block=2), "most is 0; give a number at least 1"),
         (masked(0), "steps is 0"),
-        (lambda: order_plan(Samples(1, 4), "l2r", group=0), "the group"),
-        (lambda: speculative_plan(Samples(1, 4), draft=0), "the draft"),
+        (lambda: order_plan(Samples(1, 4), "l2r", group=0), "group is 0"),
+        (lambda: speculative_plan(Samples(1, 4), draft=0), "draft is 0"),
         (adaptive("confidence", threshold=2.0), "the threshold is 2"),
     ],
 )

@@ -8,7 +8,7 @@ Shapes: B samples in flight, T positions, G steps."""
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -146,8 +146,8 @@ class Engine:
                 them. Sample b depends on row b alone, up to rounding.
             forced: LongTensor (B, T): take these tokens instead of drawing any, for
                 log-probabilities.
-            end_token: a sample in which it and all before it are known is generated no
-                further, where its plan fixes the steps and nothing given follows.
+            end_token: samples end before the first one that follows all given tokens;
+                for decoders and plans from left to right.
             progress: called after every step with the number of positions that it
                 unmasked, below 0 where a smaller batch begins again.
 
@@ -155,6 +155,12 @@ class Engine:
         that is not finite."""
         B, T = plan.order.shape
         tokens, uniforms = self.checked(plan, tokens, uniforms, forced)
+        is_encoder = self.model.config.is_encoder
+        if end_token is not None and (is_encoder or not is_from_left_to_right(plan)):
+            raise UserError(
+                "only samples of a decoder from left to right can end at end-of-text: "
+                "others fill in what follows it before the text; take mode l2r"
+            )
         size = min(B, self.batch_size or B)
         unmasked = 0
 
@@ -179,7 +185,8 @@ class Engine:
                         progress=count,
                     )
                     parts.append(part)
-                return parts[0] if len(parts) == 1 else Generation.joined(parts)
+                samples = parts[0] if len(parts) == 1 else Generation.joined(parts)
+                return samples if end_token is None else cut_at_end(samples, end_token)
             except (MemoryError, RuntimeError) as error:
                 if not devices.out_of_memory(error):
                     raise
@@ -345,11 +352,19 @@ def check_plan(plan: Plan, config: ModelConfig) -> None:
 
 
 def is_one_by_one_l2r(plan: Plan) -> bool:
-    """Return whether a plan is from left to right, one position a step."""
+    """Return whether a plan is from left to right, one position a step, and nothing
+    that is given follows."""
     identity = torch.arange(plan.order.shape[1])
     is_l2r = torch.equal(plan.order, identity.expand_as(plan.order))
     at_once = (group_sizes(plan) > 1).any()
-    return is_l2r and not at_once and plan.unmask_by == "order" and plan.pace is None
+    return is_l2r and not at_once and is_from_left_to_right(plan)
+
+
+def is_from_left_to_right(plan: Plan) -> bool:
+    """Return whether what a plan generates is generated from left to right."""
+    both = plan.generated[:, 1:] & plan.generated[:, :-1]
+    falls = (plan.order.diff(dim=1) < 0) & both
+    return plan.unmask_by == "order" and plan.pace is None and not bool(falls.any())
 
 
 def follow(batch: Batch, plan: Plan, tally: Tally, end_token: int | None) -> None:
@@ -398,14 +413,24 @@ def follow(batch: Batch, plan: Plan, tally: Tally, end_token: int | None) -> Non
 
 def ended(batch: Batch, tally: Tally, end_token: int) -> Tensor:
     """Return the rows, BoolTensor (B,), that have generated end-of-text after all that
-    is given, and all before it."""
-    is_unknown = tally.places >= tally.known[:, None]  # (B, T), by place
-    is_generated = (tally.step >= 0) & ~is_unknown
+    is given."""
+    is_known = tally.places < tally.known[:, None]  # (B, T), by place
     position = batch.order[:, :-1].cpu()
-    is_given = (tally.step < 0) & ~is_unknown
+    is_given = (tally.step < 0) & is_known
     last_given = position.where(is_given, -1).amax(dim=1, keepdim=True)
-    is_end = batch.tokens[:, :-1].cpu() == end_token
-    is_end = is_end & is_generated & (position > last_given)
-    first_end = position.where(is_end, batch.T).amin(dim=1)
-    first_unknown = position.where(is_unknown, batch.T).amin(dim=1)
-    return first_end < first_unknown
+    is_end = (batch.tokens[:, :-1].cpu() == end_token) & is_known
+    return (is_end & (position > last_given)).any(dim=1)
+
+
+def cut_at_end(samples: Generation, end_token: int) -> Generation:
+    """Return samples that were generated from left to right, each up to the end-of-text
+    after all of its given tokens. What they cost stays what it was."""
+    T = samples.tokens.shape[1]
+    position = torch.arange(T)
+    exists = position < samples.length[:, None]
+    is_given = exists & (samples.step < 0)
+    last_given = position.where(is_given, -1).amax(dim=1, keepdim=True)
+    is_end = (samples.tokens == end_token) & exists & (position > last_given)
+    length = torch.minimum(position.where(is_end, T).amin(dim=1), samples.length)
+    log_probs = samples.log_probs.where(position < length[:, None], 0)
+    return replace(samples, length=length, log_probs=log_probs)

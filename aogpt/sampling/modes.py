@@ -27,7 +27,6 @@ from ..runtime.processes import Processes
 from ..runtime.randomness import PLANS, TOKENS, philox_bits, to_uniform
 from ..runtime.validation import Count, check_value, check_values
 from ..scoring import check_boolean
-from .ends import cut_at_end
 from .engine import Engine, Generation, check_plan
 from .plans import MODES, Context, Plan, Samples, order_plan, score_plan
 from .records import MOST_CONTEXTS, contexts_with_end, end_first, without_end
@@ -342,8 +341,8 @@ def generate_distributed(
 ) -> Generation:
     """Generate what is planned, every process its share; all samples on every process.
 
-    label: before the progress bar. end_token: samples end before it, see `cut_at_end`.
-    Raises what `Engine.generate` raises."""
+    label: before the progress bar. end_token: as of `Engine.generate`, whose errors are
+    raised."""
     share = procs.share(len(planned.tokens))
     rows = slice(share.start, share.stop)
     plan = planned.plan[rows]
@@ -363,8 +362,6 @@ def generate_distributed(
                 end_token=end_token,
                 progress=bar.update,
             )
-    if samples is not None and end_token is not None:
-        samples = cut_at_end(engine, samples, plan, end_token)
     parts = [part for part in procs.gather(samples) if part is not None]
     return parts[0] if len(parts) == 1 else Generation.joined(parts)
 

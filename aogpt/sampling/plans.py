@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..orders import inverse_permutation, orders_at, parse_order
 from ..runtime.errors import UserError
-from ..runtime.validation import Amount, Count
+from ..runtime.validation import Amount, Count, check_value, check_values
 from .scores import ALL_SCORES, RuleScore, rule_of
 
 # The tokens of a sample, None where they are to be generated.
@@ -40,20 +40,12 @@ class Pace:
     add up to at most this: it bounds what they tell of each other (EB-sampler, arXiv
     2505.24857). most: positions a step; without the other two exactly this many."""
 
-    threshold: float | None = None
-    entropy_bound: float | None = None
-    most: int | None = None
+    threshold: Amount | None = None
+    entropy_bound: Amount | None = None
+    most: Count | None = None
 
     def __post_init__(self):
-        _check_limit("threshold", self.threshold, least=0)
-        _check_limit("entropy_bound", self.entropy_bound, least=0)
-        _check_limit("most", self.most, least=1)
-
-
-def _check_limit(name: str, value: float | None, least: int) -> None:
-    """Raise UserError for a value below the least one, or NaN."""
-    if value is not None and not value >= least:
-        raise UserError(f"{name} is {value}; give a number of at least {least}")
+        check_values(self, name=str)
 
 
 def check_threshold(score: str, threshold: float) -> None:
@@ -216,8 +208,7 @@ class Samples:
 
     def in_groups(self, key: Tensor, group: int) -> Plan:
         """Return the plan of the positions by rising key, `group` in a step."""
-        if group < 1:
-            raise UserError(f"the group is {group}; give at least 1")
+        check_value(group, Count, "group")
         order, index = self.order_by(key)
         step = index // group
         return Plan(order, step.where(index >= 0, -1), self.length)
@@ -227,8 +218,7 @@ class Samples:
         generate."""
         if steps is None:
             return self.missing.clamp(min=1)[:, None]
-        if steps < 1:
-            raise UserError(f"the number of steps is {steps}; give at least 1")
+        check_value(steps, Count, "steps")
         return torch.full((self.B, 1), steps)
 
 
@@ -329,8 +319,7 @@ def speculative_plan(samples: Samples, draft: Count = 8, order: str = "random") 
 
     Self-speculation (Guo & Ermon 2025): the same model drafts and verifies. order: as
     of `order_plan`."""
-    if draft < 1:
-        raise UserError(f"the draft is {draft}; give at least 1")
+    check_value(draft, Count, "draft")
     return replace(order_plan(samples, order, group=draft), draft=draft)
 
 
