@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import re
 from functools import partial
 from unittest import mock
 
@@ -24,11 +23,9 @@ from reference import (
     all_sequences,
     enumerable_system,
     generate,
-    logits_given,
     make_plan,
     make_system,
     modes,
-    options_of,
     random_tokens,
     sampled_counts,
     seeded,
@@ -42,6 +39,7 @@ from aogpt.orders import Roles
 from aogpt.runtime.errors import UserError
 from aogpt.sampling import (
     Engine,
+    Plan,
     Samples,
     TokenChoice,
     batch,
@@ -70,14 +68,6 @@ FIXED = modes("""
     mdm:steps=3, even:steps=2, mdm:steps=3,schedule=cosine,
     even:steps=3,schedule=cosine
 """)
-BLOCKS = ["confidence:threshold=0.45,block=3"]
-ADAPTIVE = (
-    modes("""
-    confidence, confidence:group=2, entropy, entropy:group=3,
-    margin:group=2
-""")
-    + BLOCKS
-)
 SPECULATIVE = modes("""
     speculative:order=l2r,draft=3, speculative:draft=2
 """)
@@ -441,41 +431,9 @@ ALONE = {
 }
 
 
-@torch.no_grad()
-def adaptive_reference(model, tokens, context, mode):
-    """Return step and log-probability of every position of one finished row (T,),
-    without a cache."""
-    options = options_of(mode)
-    by = options.name
-    steps = [-1] * len(tokens)
-    log_probs = torch.zeros(len(tokens))
-    step = 0
-    sizes = [1] * len(context)
-    while len(context) < len(tokens):
-        rest = [p for p in range(len(tokens)) if p not in context]
-        said = {
-            p: logits_given(model, tokens, context, p, sizes).log_softmax(-1)
-            for p in rest
-        }
-        entropy = {p: float((v.exp() * v).sum()) for p, v in said.items()}
-        best = {p: v.exp().topk(2).values.tolist() for p, v in said.items()}
-        margin = {p: first - second for p, (first, second) in best.items()}
-        confidence = {p: first for p, (first, _) in best.items()}
-        score = {"entropy": entropy, "margin": margin, "confidence": confidence}[by]
-        chosen = reference.paced_choice(score, entropy, options)
-        for p in chosen:
-            steps[p] = step
-            log_probs[p] = said[p][tokens[p]]
-        context = [*context, *chosen]
-        sizes = [*sizes, len(chosen)]
-        step = step + 1
-    return steps, log_probs
-
-
 @of_systems(LOG_PROBS)
 def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
-    """Before temperature and truncation. Adaptive modes: the positions of every step
-    are those that the uncached model prefers."""
+    """Before temperature and truncation, in the order and the steps that were taken."""
     model = text_model(system)
     given = given_for(system, 7, seed=7)
     given[2:4] = False
@@ -492,30 +450,26 @@ def test_generated_log_probs_are_those_of_the_uncached_model(system, mode):
         choice=TokenChoice(temperature=0.8, top_p=0.9, top_k=12),
     )
     assert torch.equal(got.tokens[plan.given], tokens[plan.given])
+    # The order and the steps in which positions became known.
+    taken = Plan(got.order, got.step.gather(1, got.order), LENGTHS, draft=plan.draft)
+    if mode in FIXED:
+        assert torch.equal(taken.order, plan.order)
+        assert torch.equal(taken.step, plan.step.where(plan.valid, -1))
+    if system in ENCODERS:
+        log_probs = torch.zeros(7, LENGTH)
+        for b, length in enumerate(LENGTHS.tolist()):
+            row = got.tokens[b, :length]
+            steps = got.step[b, :length]
+            for step in steps[steps >= 0].unique().tolist():
+                masked = (steps >= step)[None]
+                now = steps == step
+                log_probs[b, :length][now] = masked_log_probs(model, row[None], masked)[
+                    0, now
+                ]
+    else:
+        log_probs = reference.uncached_log_probs(model, got.tokens, taken)
+    assert (got.log_probs - log_probs).abs().max() < 1e-5
     exists = torch.arange(LENGTH) < LENGTHS[:, None]
-    for b, length in enumerate(LENGTHS.tolist()):
-        row = got.tokens[b, :length]
-        context = given[b, :length].nonzero().flatten().tolist()
-        if mode in ADAPTIVE:
-            steps, log_probs = adaptive_reference(model, row, context, mode)
-            assert got.step[b, :length].tolist() == steps
-        elif system in ENCODERS:
-            log_probs = torch.zeros(length)
-            for step in got.step[b, :length].unique().tolist():
-                now = got.step[b, :length] == step
-                masked = (got.step[b, :length] >= step)[None]
-                if step >= 0:
-                    log_probs[now] = masked_log_probs(model, row[None], masked)[0, now]
-        else:
-            one = slice(b, b + 1)
-            log_probs = reference.uncached_log_probs(model, got.tokens[one], plan[one])[
-                0, :length
-            ]
-        if mode in FIXED:
-            steps = torch.full((LENGTH,), -1).scatter(0, plan.order[b], plan.step[b])
-            assert torch.equal(got.step[b, :length], steps[:length])
-        if length:
-            assert (got.log_probs[b, :length] - log_probs).abs().max() < 1e-5
     free = exists & ~given
     assert (got.log_probs[free] < 0).all()
     assert (got.log_probs[~free] == 0).all()
@@ -911,35 +865,6 @@ def counted_graphs(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", with_counter)
     yield counter
-    torch._dynamo.reset()
-
-
-@pytest.mark.slow(reason="compiles to C++, twenty seconds")
-def test_a_compiled_step_gives_the_tokens_of_the_eager_one_and_copies_no_cache():
-    """Writing into a part of a tensor, compiled code would copy the whole: no buffer
-    that it allocates may be as large as the cache of a layer, or as what a step reads
-    of it."""
-    torch._dynamo.reset()
-    model = make_system(
-        "AO-GPT", 0, tokens=5, n_layer=1, n_embd=8, n_head=2, block_size=29
-    )
-    given = torch.arange(29).expand(5, -1) > 1
-    plan = mdm_plan(Samples(5, 29, seeded(0), given), steps=1)
-    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    tokens = random_tokens(vocab_size=5, batch_size=5, length=29, seed=2)
-    eager = generate(model, plan, tokens, generator=seeded(1))
-    got, (code,) = torch._inductor.utils.run_and_get_code(
-        lambda: generate(model, plan, tokens, generator=seeded(1), compile=True)
-    )
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
-    assert torch.equal(eager.tokens, got.tokens)
-    assert torch.equal(eager.step, got.step)
-    assert (eager.log_probs - got.log_probs).abs().max() < 1e-6
-    allocated = re.findall(r"empty_strided\w*\(\(([\d, ]+)\)", code)
-    shapes = [[int(n) for n in shape.split(",") if n.strip()] for shape in allocated]
-    assert shapes and not [
-        shape for shape in shapes if shape[:2] in ([5, 29], [5, 30])
-    ], shapes
     torch._dynamo.reset()
 
 

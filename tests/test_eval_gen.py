@@ -336,25 +336,6 @@ def test_a_file_of_sample_py_and_samples_of_the_same_seed_get_the_same_scores(
     assert sum(s["nfe"] for s in direct["rows"][0]["per_sample"]) == calls
 
 
-def test_samples_in_parts_get_the_scores_of_those_at_once(report, run, monkeypatch):
-    """The plan of a part is drawn when its turn comes."""
-    common = [run, "--judge", run, "--num-samples", 5, "--mode", "random", "--seed", 3]
-    whole = report(*common)
-    sizes = []
-    generate = eval_gen.modes.generate_distributed
-
-    def spy(engine, planned, *arguments, **options):
-        sizes.append(len(planned.plan))
-        return generate(engine, planned, *arguments, **options)
-
-    monkeypatch.setattr(eval_gen.modes, "generate_distributed", spy)
-    monkeypatch.setattr(eval_gen.modes, "MOST_AT_ONCE", 2)
-    parts = report(*common)
-    assert sizes == [2, 2, 1]
-    assert len(parts["rows"][0]["per_sample"]) == 5
-    assert_same(scores_of(parts), scores_of(whole))
-
-
 @pytest.mark.slow(reason="starts two processes")
 @pytest.mark.parametrize("count", [1, 5])
 def test_two_processes_give_the_numbers_of_one(

@@ -220,33 +220,6 @@ def test_two_processes_share_a_file_of_prompts_and_one_writes_the_page(
     assert texts == column(two, "text")
 
 
-def test_the_modes_unmask_positions_as_they_say(draw):
-    def counts(mode, n=3):
-        """Return how many positions each step of each sample unmasks."""
-        lines = draw("--mode", *mode.split(), "--num-samples", n)
-        calls = max(len(set(line["step"])) for line in lines)
-        # few rows share a batch
-        assert n > 3 or column(lines, "model_calls") == [calls] * n
-        return [np.bincount(line["step"]).tolist() for line in lines]
-
-    (l2r,) = draw("--mode", "l2r", "--num-samples", 1, "--prompt", "th")
-    assert l2r["step"] == [-1, -1, *range(14)]
-    assert l2r["model_calls"] == 14
-    (l2r,) = draw("--mode", "l2r:group=5", "--num-samples", 1)
-    assert l2r["step"] == [0] * 5 + [1] * 5 + [2] * 5 + [3]
-    assert l2r["model_calls"] == 4
-    (sizes,) = counts("even:steps=4,schedule=cosine", n=1)
-    assert sizes == sorted(sizes)
-    assert sizes[-1] > 4  # few at first, many at the end
-    assert counts("random:group=6") == [[6, 6, 4]] * 3
-    entropy = "entropy:group=6"
-    assert counts(entropy) == [[6, 6, 4]] * 3
-    samples = draw("--mode", "random:group=6", "--num-samples", 3)
-    assert len(set(map(tuple, column(samples, "step")))) == 3
-    # exact masked diffusion draws the number of tokens of a step
-    assert len(set(map(tuple, counts("mdm:steps=4", n=20)))) > 5
-
-
 def test_speculation_takes_fewer_calls_and_its_greedy_text_is_that_of_single_steps(
     draw,
 ):
