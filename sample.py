@@ -86,10 +86,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Request:
-    """What to generate samples of."""
+    """A prompt with its place, for messages."""
 
+    place: str
     text: str
-    context: Context  # its tokens, None where they are to be generated
+    length: int | None = None
+    context: Context | None = None  # of a data set: the tokens, None to be generated
 
 
 def main() -> None:
@@ -109,7 +111,7 @@ def sample(a: Arguments, procs: Processes) -> None:
     files = {"--jsonl": a.jsonl, "--html": a.html}
     outputs = Outputs(files, [a.run, a.prompts], a.overwrite)
     of_data = a.prompts is not None and a.prompts.is_dir()
-    prompts = {} if of_data else read_prompts(a)
+    requests = [] if of_data else read_prompts(a)
     dtype = pick_dtype(a.dtype, procs.device)
 
     # 2. The model, and what depends on it.
@@ -126,31 +128,27 @@ def sample(a: Arguments, procs: Processes) -> None:
             "--until-end: this run knows the end of a record before its text "
             "(data.end), so samples end by themselves: leave it out"
         )
-    requests = []
     if of_data:
         requests = read_dataset(a.prompts, loaded, tokenizer)
-    else:
-        for place, prompt in prompts.items():
-            length = a.length if prompt.length is None else prompt.length
-            try:
-                context = context_of(prompt.prompt, length, loaded, tokenizer)
-            except UserError as error:
-                raise UserError(f"{place}: {error}") from None
-            requests.append(Request(prompt.prompt, context))
-        texts = (modes.MASK.sub("", prompt.prompt) for prompt in prompts.values())
-        for note in notes_on_special(tokenizer.count_special(texts)):
-            procs.print0(f"note: {note}", file=sys.stderr)
     for row in a.rows:
         if row > len(requests):
             raise UserError(
                 f"--rows {row}: there are {counted(len(requests), 'prompts')}"
             )
-
-    # 3. Samples.
     contexts = {}
     for number, request in enumerate(requests):
-        if not a.rows or number + 1 in a.rows:
-            contexts[number] = request.context
+        if a.rows and number + 1 not in a.rows:
+            continue
+        try:
+            contexts[number] = context_of(request, a.length, loaded, tokenizer)
+        except UserError as error:
+            raise UserError(f"{request.place}: {error}") from None
+    texts = [requests[number].text for number in contexts if not of_data]
+    without_masks = (modes.MASK.sub("", text) for text in texts)
+    for note in notes_on_special(tokenizer.count_special(without_masks)):
+        procs.print0(f"note: {note}", file=sys.stderr)
+
+    # 3. Samples.
     engine = a.decoding.engine(loaded.model, loaded.vocab_size)
     report = Report(a, mode, loaded, tokenizer, outputs, procs)
     for numbers, samples in modes.generate_samples(
@@ -266,44 +264,50 @@ class Report:
                 show(f"wrote {path}", file=sys.stderr)
 
 
-def read_prompts(a: Arguments) -> dict[str, Prompt]:
-    """Return the prompt of the command line, or those of a file, by their places."""
+def read_prompts(a: Arguments) -> list[Request]:
+    """Return the prompt of the command line, or those of a file."""
     if a.prompts is None:
-        return {"--prompt": Prompt(a.prompt or "")}
+        return [Request("--prompt", a.prompt or "")]
     is_stdin = str(a.prompts) == "/dev/stdin"
     if a.prompts.suffix not in (".txt", ".jsonl") and not is_stdin:
         raise UserError(
             f"--prompts {a.prompts}: give a .txt or .jsonl file, or a folder of "
             "prepared data"
         )
-    prompts = {}
+    requests = []
     for place, line in read_lines(a.prompts, "--prompts"):
+        prompt = Prompt(line)
         if a.prompts.suffix == ".jsonl":
-            prompts[place] = from_json(line, Prompt, place)
-        else:
-            prompts[place] = Prompt(line)
-    if not prompts:
+            prompt = from_json(line, Prompt, place)
+        requests.append(Request(place, prompt.prompt, prompt.length))
+    if not requests:
         raise UserError(f"--prompts {a.prompts}: it has no prompt; write one per line")
-    return prompts
+    return requests
 
 
 def context_of(
-    text: str, length: int | None, loaded: Loaded, tokenizer: Tokenizer
+    request: Request, length: int | None, loaded: Loaded, tokenizer: Tokenizer
 ) -> Context:
     """Return the tokens of a text, and None for each that is to be generated: at its
-    masks, or where it has none behind it."""
+    masks, or where it has none behind it. length: of requests that have none."""
+    text = request.text
+    if request.length is not None:
+        length = request.length
+    has_masks = request.context is not None or modes.MASK.search(text) is not None
+    if has_masks and length is not None:
+        raise UserError("the text and its masks set the length: leave out the length")
     end = loaded.record_end
     longest = loaded.model.config.block_size
     if end is not None:
         longest = end.longest_in(longest)
-    if modes.MASK.search(text) is None:
-        context = modes.continued(tokenizer.encode(text), length, longest, end)
-    elif length is not None:
-        raise UserError("the text and its masks set the length: leave out the length")
-    else:
+    if request.context is not None:
+        context = request.context
+    elif has_masks:
         context = modes.encode_gaps(text, tokenizer, longest)
         if end is not None:
             context.append(end.token)
+    else:
+        context = modes.continued(tokenizer.encode(text), length, longest, end)
     if end is None:
         modes.check_start(context[0] is not None, loaded.scored_from)
     return context
@@ -318,7 +322,8 @@ def read_dataset(folder: Path, loaded: Loaded, tokenizer: Tokenizer) -> list[Req
     roles = questions.roles
     contexts = modes.contexts_of(questions.tokens, roles.given, roles.lengths)
     requests = []
-    for tokens, context in zip(questions.tokens, contexts, strict=True):
+    rows = zip(questions.tokens, contexts, strict=True)
+    for number, (tokens, context) in enumerate(rows, 1):
         text = ""
         # The context ends before the padding. A given end is no text.
         if loaded.record_end is not None:
@@ -326,7 +331,7 @@ def read_dataset(folder: Path, loaded: Loaded, tokenizer: Tokenizer) -> list[Req
         for piece, token in zip(tokenizer.pieces(tokens), context, strict=False):
             text += "\0" if token is None else piece
         text = re.sub("\0+", lambda masks: f"[MASK:{len(masks[0])}]", text)
-        requests.append(Request(text, context))
+        requests.append(Request(f"row {number}", text, context=context))
     return requests
 
 

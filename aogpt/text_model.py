@@ -650,25 +650,18 @@ class TextModel:
         return likely
 
     def pairs(
-        self,
-        texts: Sequence[str],
-        first: int,
-        second: int,
-        top: int = 32,
-        orders: int = 1,
+        self, texts: Sequence[str], first: int, second: int, top: int = 32
     ) -> list[Pairs]:
         """Return, for each text, the joint probabilities of what may stand at two
-        places given the rest of it, from one row more than tokens at the first place.
+        places given the rest of it, p(first) p(second | first), from one row more than
+        tokens at the first place.
 
         Args:
             first, second: places of characters, the same in each text; each must be one
-                token. p(first) p(second | first): the other way round it is another
-                estimate.
+                token.
             top: how many tokens of each place, the likeliest ones. Where that is all of
-                them, as of an alphabet, the table sums to 1.
-            orders: 1, or 2 for the mean of both ways."""
+                them, as of an alphabet, the table sums to 1."""
         check_value(top, Count, "top")
-        check_value(orders, Literal[1, 2], "orders")
         self._check_any_order()
 
         def pairs_of(text: str) -> Pairs:
@@ -689,37 +682,28 @@ class TextModel:
                 )
             if len(ids) - 2 < self.scored_from:
                 raise UserError("this model has no start token: give a longer text")
-            return self._pairs(ids, positions, top, orders)
+            return self._pairs(ids, positions, top)
 
         return each(pairs_of, self._checked(texts, end_is_token=True))
 
-    def _pairs(
-        self, ids: list[int], positions: list[int], top: int, orders: int
-    ) -> Pairs:
+    def _pairs(self, ids: list[int], positions: list[int], top: int) -> Pairs:
         """Return the joint probabilities at two positions of a text."""
-        # 1. Each place given the text without both.
+        # Each place given the text without both.
         tokens = torch.tensor([[*ids, *self._end_tokens]], device=self.device)
         (marginals,) = self._probabilities(tokens, sorted(positions))  # (2, V)
         if positions[0] > positions[1]:
             marginals = marginals.flip(0)
         top = min(top, self.loaded.vocab_size - len(self._end_tokens))
         values, candidates = marginals.topk(top)  # (2, top)
-
-        # 2. The second place given each token of the first; and the other way round.
-        tables = []
-        for given in range(orders):
-            rows = tokens.repeat(top, 1)
-            rows[:, positions[given]] = candidates[given]
-            conditionals = self._probabilities(
-                rows, [positions[1 - given]], before=[positions[given]]
-            )
-            chosen = conditionals[:, 0, candidates[1 - given]]  # (top, top)
-            table = values[given][:, None] * chosen
-            tables.append(table.T if given else table)
+        # The second place given each token of the first.
+        rows = tokens.repeat(top, 1)
+        rows[:, positions[0]] = candidates[0]
+        conditionals = self._probabilities(rows, positions[1:], before=positions[:1])
+        table = values[0][:, None] * conditionals[:, 0, candidates[1]]
         return Pairs(
             first=self._likely(candidates[0], values[0]),
             second=self._likely(candidates[1], values[1]),
-            table=torch.stack(tables).mean(dim=0).tolist(),
+            table=table.tolist(),
         )
 
     def rank(self, texts: Sequence[str], end: bool = False) -> list[list[Alternative]]:

@@ -252,28 +252,25 @@ def test_pairs_are_the_joint_of_two_places(system):
     """All of an alphabet of four: they sum to 1, and each is that of `score`."""
     model = make_system(system, 3, tokens=6, block_size=8, dtype=torch.float64)
     text = aogpt.TextModel(Loaded(model.eval(), "x", 0, "raw", "alphabet:abc", 4))
+    tables = []  # {(token at 1, token at 3): probability}, of both ways
     for places in ((1, 3), (3, 1)):
         (pairs,) = text.pairs(["abcab"], *places)
-        (both,) = text.pairs(["abcab"], *places, orders=2)
         assert sum(map(sum, pairs.table)) == pytest.approx(1)
-        assert sum(map(sum, both.table)) == pytest.approx(1)
-        (marginal, _) = text.blanks(["a[MASK]c[MASK]b"])[0]
-        if places == (3, 1):
-            (_, marginal) = text.blanks(["a[MASK]c[MASK]b"])[0]
-        assert [one.id for one in pairs.first] == [one.id for one in marginal]
+        marginals = dict(zip((1, 3), text.blanks(["a[MASK]c[MASK]b"])[0], strict=True))
+        ids = [one.id for one in pairs.first]
+        assert ids == [one.id for one in marginals[places[0]]]
+        table = {}
         for n, m in itertools.product(range(4), repeat=2):
-            ids = (pairs.first[n].id, pairs.second[m].id)
-            if 3 in ids:
-                continue  # the end, which is no letter
-            letters = list("abcab")
-            letters[places[0]] = "abc"[ids[0]]
-            letters[places[1]] = "abc"[ids[1]]
-            one = "".join(letters)
-            (joint,) = text.score([one], predict=[(1, 2), (3, 4)])
-            (mean,) = text.score([one], predict=[(1, 2), (3, 4)], orders=2)
-            if places == (1, 3):
-                assert pairs.table[n][m] == pytest.approx(math.exp(joint.log_prob))
-            assert both.table[n][m] == pytest.approx(math.exp(mean.log_prob))
+            tokens = {places[0]: pairs.first[n].id, places[1]: pairs.second[m].id}
+            table[tokens[1], tokens[3]] = pairs.table[n][m]
+        tables.append(table)
+    for first, second in itertools.product(range(3), repeat=2):  # 3 is the end
+        one = f"a{'abc'[first]}c{'abc'[second]}b"
+        (joint,) = text.score([one], predict=[(1, 2), (3, 4)])
+        (mean,) = text.score([one], predict=[(1, 2), (3, 4)], orders=2)
+        both = [table[first, second] for table in tables]
+        assert both[0] == pytest.approx(math.exp(joint.log_prob))
+        assert sum(both) / 2 == pytest.approx(math.exp(mean.log_prob))
     (few,) = text.pairs(["abcab"], 1, 3, top=2)
     assert (len(few.first), len(few.table), len(few.table[0])) == (2, 2, 2)
     largest = max(map(max, few.table))
@@ -287,8 +284,6 @@ def test_pairs_are_of_two_tokens(books):
             books.pairs(["The mother smiled."], *places)
     with pytest.raises(UserError, match="plain GPT"):
         small("GPT-2").pairs(["abc"], 0, 1)
-    with pytest.raises(UserError, match="orders is 3"):
-        books.pairs(["The mother smiled."], 4, 12, orders=3)
     with pytest.warns(UserWarning, match="widened"):
         (pairs,) = books.pairs(["The mother smiled."], 4, 12, top=5)
     assert len(pairs.table) == len(pairs.table[0]) == 5

@@ -248,7 +248,7 @@ def test_a_nan_is_no_probability_of_a_part(run, orders):
         text_model = TextModel(loaded_with(run, place))
         with pytest.raises(UserError, match="not finite"):
             text_model.score(["the cat"], predict=[(1, 4)], orders=orders)
-    for place in range(2 + 2 * orders):
+    for place in range(4):
         text_model = TextModel(loaded_with(run, place))
         with pytest.raises(UserError, match="not finite"):
-            text_model.pairs(["the cat"], first=1, second=4, top=2, orders=orders)
+            text_model.pairs(["the cat"], first=1, second=4, top=2)

@@ -194,7 +194,7 @@ def test_the_text_api_knows_the_end_of_a_record(system):
     for orders in (1, 2):
         joints = text.score(both, predict=[(1, 3)], orders=orders)
         assert sum(math.exp(one.log_prob) for one in joints) == pytest.approx(1)
-    (pairs,) = text.pairs(["abb"], 2, 0, orders=2)
+    (pairs,) = text.pairs(["abb"], 2, 0)
     assert sum(map(sum, pairs.table)) == pytest.approx(1)
     assert {one.text for one in pairs.first} == set("ab")
     (scored,) = text.score(["ab"], torch.tensor([1, 0]))
