@@ -176,7 +176,7 @@ def test_three_voices_given_the_fourth_is_scored_and_written(source, script, tmp
         same_voices = is_same.reshape(CROP, 4).all(axis=0)
         assert same_voices.tolist() == [True, False, True, True]
         assert record["prompt_index"] == 1
-        assert record["infill"].count("[MASK:1]") == CROP
+        assert record["prompt"].count("[MASK:1]") == CROP
 
 
 def test_the_scripts_prepare_train_and_sample_voice_by_voice(source, tmp_path, printed):
