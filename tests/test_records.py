@@ -219,15 +219,8 @@ def data_of(tmp_path, name="data", rows=None, alphabet="abc", **options):
     rows = rows or [{"text": WORDS[n % 7]} for n in range(600)]
     source = write_rows(tmp_path / f"{name}.jsonl", rows)
     options.setdefault("block_size", 16)
-    tokenizer = "bytes" if alphabet is None else None
-    return prepared(
-        "records",
-        tmp_path / name,
-        source,
-        alphabet=alphabet,
-        tokenizer=tokenizer,
-        **options,
-    )
+    tokenizer = "bytes" if alphabet is None else f"alphabet:{alphabet}"
+    return prepared("records", tmp_path / name, source, tokenizer=tokenizer, **options)
 
 
 def config_of(data, tmp_path, name="run", end="given", **changes):
@@ -437,7 +430,7 @@ def test_what_does_not_fit_is_one_line(run, tmp_path, monkeypatch, capsys):
         config_of(data, tmp_path, model__target="none")
     rows = [{"text": "abc" * 300} for _ in range(40)]
     source = write_rows(tmp_path / "text.jsonl", rows)
-    text = prepared("text", tmp_path / "text", source, alphabet="abc", tokenizer=None)
+    text = prepared("text", tmp_path / "text", source, tokenizer="alphabet:abc")
     config = config_of(text, tmp_path, "text")
     with pytest.raises(UserError, match="has no lengths of records that end"):
         run_main(train, monkeypatch, capsys, write_config(config))
