@@ -101,7 +101,7 @@ def prepare(
                 val=(files["val"],),
                 test=(files["test"],),
                 out=out,
-                alphabet=LETTERS,
+                tokenizer=f"alphabet:{LETTERS}",
                 block_size=BLOCK_SIZE,
             )
         )
@@ -111,7 +111,7 @@ def prepare(
                 source=(files["scaffolds"],),
                 split="test",
                 out=out.with_name(f"{out.name}_scaffolds"),
-                alphabet=LETTERS,
+                tokenizer=f"alphabet:{LETTERS}",
                 block_size=BLOCK_SIZE,
             )
         )
