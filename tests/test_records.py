@@ -403,6 +403,21 @@ def test_validation_and_perplexity_are_of_the_same_tokens(
     assert final == pytest.approx(row["nll"], rel=1e-4)
 
 
+def test_a_set_to_score_takes_the_lengths_of_the_model(
+    run, tmp_path, monkeypatch, capsys
+):
+    """It has no training records of its own."""
+    rows = [{"text": WORDS[n % 7]} for n in range(21)]
+    data = data_of(tmp_path, "other", rows, split="test")
+    file = tmp_path / "p.json"
+    options = ["--datasets", data, "--orders", "l2r", "--json", file]
+    run_main(eval_ppl, monkeypatch, capsys, run.run_folder, *options)
+    (row,) = json.loads(file.read_text())["results"]
+    whole = aogpt.load(run.run_folder).score(WORDS, end=True)
+    mean = sum(one.nats for one in whole) / len(WORDS)
+    assert row["nats_per_record"] == pytest.approx(mean, rel=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["encoder", "mask_query", "two_stream"])
 def test_other_systems_train_and_sample(kind, tmp_path, monkeypatch, capsys):
     config = config_of(data_of(tmp_path), tmp_path, steps=6)

@@ -258,20 +258,22 @@ class TokenDataset(Blocks):
     def give_end(self) -> None:
         """Give the end of every record (END_GIVEN in prompts.py). Of a split in
         blocks. Raises UserError if its records have no end, or one inside."""
-        end = RecordEnd.of(self.meta, self.folder)
+        end = self.meta["eot"]
+        if "train" in self.meta["splits"]:  # of a set to score the model has lengths
+            RecordEnd.of(self.meta, self.folder)
         if not self.of_records:  # each is a whole block: the file of roles would be 0
             self._roles = np.zeros((self.num_blocks, self.block_size), np.uint8)
             self.of_records = True
         at_once = max(1, IDS_AT_ONCE // self.block_size)
         for first in range(0, self.num_blocks, at_once):
             rows = slice(first, min(first + at_once, self.num_blocks))
-            is_end = (self._blocks[rows] == end.token) & (self._roles[rows] != PADDING)
+            is_end = (self._blocks[rows] == end) & (self._roles[rows] != PADDING)
             ends = is_end.sum(axis=1)
             if (ends != 1).any():
                 record = first + int((ends != 1).argmax()) + 1
                 raise UserError(
                     f"record {record} of {self.split} in {self.folder} has its end, id "
-                    f"{end.token}, inside its text, too: leave it out, or set data.end "
+                    f"{end}, inside its text, too: leave it out, or set data.end "
                     "= 'predicted'"
                 )
         self.end_given = True
