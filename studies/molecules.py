@@ -5,13 +5,15 @@
     python -m studies.molecules prepare --wheel molsets-0.3.1-py3-none-any.whl
     python -m studies.molecules ruler --wheel molsets-0.3.1-py3-none-any.whl
     python -m studies.molecules train                    # resumes, too
+    python -m studies.molecules measure RUN --wheel molsets-0.3.1-py3-none-any.whl
+    python -m studies.molecules page                     # results/molecules.md
 
 `prepare` writes data/molecules: a molecule a block of 58 letters, with the benchmark's
 test set as test.bin and 5,000 of its training molecules as val.bin; the scaffold test
 set lies in data/molecules_scaffolds. `ruler` measures training molecules like generated
 ones: its row must be the published one, except where that depends on how many are
 measured, which `sizes` shows. `train` tunes and trains the systems of
-configs/molecules.toml."""
+configs/molecules.toml; `measure` adds rows of a run to results/molecules/rows.jsonl."""
 
 import json
 import random
@@ -28,7 +30,8 @@ from aogpt.data.prepare import prepare as prepare_dataset
 from aogpt.runtime.command_line import run_script, show
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import write_json
-from studies import molecule_runs
+from studies import molecule_measures, molecule_page, molecule_runs
+from studies.molecule_measures import Measuring, Sizes, spread_molecules
 from studies.moses import (
     Moses,
     canonical,
@@ -168,6 +171,31 @@ def train(systems: tyro.conf.Positional[tuple[str, ...]] = ()) -> None:
     molecule_runs.train(list(systems))
 
 
+def measure(
+    run: tyro.conf.Positional[Path],
+    wheel: Wheel,
+    data: Path = Path("data/molecules"),
+    modes: tuple[str, ...] = (),
+    sizes: Annotated[Sizes, tyro.conf.arg(name="")] = Sizes(),  # noqa: B008
+    out: Path = RESULTS / "rows.jsonl",
+) -> None:
+    """Measure a run, and add a row of each measure that is not there.
+
+    data: the folder of `prepare`. modes: of samples; by default those of its
+    system."""
+    moses = benchmark(wheel)
+    measuring = Measuring(run, out, sizes)
+    folders = {"test": str(data), "scaffolds": f"{data}_scaffolds"}
+    test = moses.molecules("test")
+    molecule_measures.measure_nats(measuring, folders)
+    molecule_measures.measure_holes(measuring, spread_molecules(test, sizes.holes))
+    molecule_measures.measure_parts(measuring, spread_molecules(test, sizes.parts))
+    molecule_measures.measure_joints(measuring, spread_molecules(test, sizes.joints))
+    # The training set is written as an rdkit of its time did.
+    training = frozenset(moses.molecules("train"))
+    molecule_measures.measure_samples(measuring, moses, training, modes)
+
+
 def table(row: dict[str, float]) -> str:
     """Return the measured row below the published one of training molecules."""
     lines = [
@@ -185,7 +213,14 @@ def cells(values: Sequence[float]) -> str:
 
 def main() -> None:
     """Command line."""
-    commands = {"prepare": prepare, "ruler": ruler, "sizes": sizes, "train": train}
+    commands = {
+        "prepare": prepare,
+        "ruler": ruler,
+        "sizes": sizes,
+        "train": train,
+        "measure": measure,
+        "page": molecule_page.page,
+    }
     tyro.extras.subcommand_cli_from_dict(
         commands, prog="python -m studies.molecules", description=__doc__
     )

@@ -1,0 +1,417 @@
+"""The page results/molecules.md, made of the rows of `studies.molecules measure`. No
+number on it is written by hand, except the published ones. Shares have intervals over
+molecules, as there is one seed of each system; so has a claim's difference."""
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from aogpt.evaluation.estimates import t_quantile
+from aogpt.runtime.files import write_text
+from aogpt.runtime.outputs import markdown_table
+from studies.molecule_measures import system_of
+from studies.molecule_runs import (
+    ENCODERS,
+    OUT,
+    RECIPE,
+    RESULTS,
+    Claim,
+    load_runs,
+    systems_of,
+)
+from studies.moses import read_molecule
+from studies.runs import rows_by
+from studies.verdicts import with_verdicts
+
+PAGE = RESULTS.parent / "molecules.md"
+NOT_RUN = "not run yet"
+DRAWN = 4  # fillings of a drawing
+COLUMNS = {
+    "valid": "valid",
+    "unique": "unique",
+    "FCD test": "FCD",
+    "FCD scaffolds": "FCD sf",
+    "SNN test": "SNN",
+    "SNN scaffolds": "SNN sf",
+    "Frag test": "Frag",
+    "Scaf test": "Scaf",
+    "Scaf scaffolds": "Scaf sf",
+    "IntDiv": "IntDiv",
+    "filters": "filters",
+    "novelty": "novelty",
+}
+"""Of the table of MOSES, by the names of `moses.measures`."""
+# arXiv 1811.12823: means of three runs, 30,000 samples each.
+PUBLISHED = """
+training molecules|1.0 1.0 0.008 0.4755 0.6419 0.5859 1.0 0.9907 0.0 0.8567 1.0
+CharRNN|0.9748 0.9994 0.0732 0.5204 0.6015 0.5649 0.9998 0.9242 0.1101 0.8562 0.9943 0.8419
+VAE|0.9767 0.9984 0.099 0.567 0.6257 0.5783 0.9994 0.9386 0.0588 0.8558 0.997 0.6949
+AAE|0.9368 0.9973 0.5555 1.0572 0.6081 0.5677 0.991 0.9022 0.0789 0.8557 0.996 0.7931
+JTN-VAE|1.0 0.9996 0.3954 0.9382 0.5477 0.5194 0.9965 0.8964 0.1009 0.8551 0.976 0.9143
+LatentGAN|0.8966 0.9968 0.2968 0.8281 0.5371 0.5132 0.9986 0.8867 0.1072 0.8565 0.9735 0.9498
+NGram|0.2376 0.9217 5.5069 6.2306 0.5209 0.4997 0.9846 0.5302 0.0977 0.8738 0.9582 0.9694
+"""  # noqa: E501
+# From the settings in the package; those of the other rows are not counted.
+SIZES = {"CharRNN": ("11.9M", "80"), "training molecules": ("", "")}
+MODES = {
+    "l2r": "left to right",
+    "random": "random order",
+    "confidence": "most confident first",
+    "speculative": "random order, speculative",
+    "resampled": "eight drawn, one resampled",
+    "one": "one drawn",
+}
+HOLES = {
+    "hole": "a hole of 3 to 8 letters in the middle",
+    "scaffold": "all but the scaffold",
+    "ring": "the largest ring system",
+}
+SETTING = (
+    "4 layers of width 128, 0.81M parameters, blocks of 58 letters, Muon with linear "
+    "decay, batches of 64; 6,170 steps, a quarter of an epoch, 14.2M letters. The any-"
+    'order systems know the length of a molecule beforehand (`data.end = "given"`), '
+    "and their numbers hold its probability; the GPT predicts the end. Muon's rate is "
+    "tuned for each system on seed 100, in runs of 440 steps, until the best value has "
+    "both neighbours; so is the encoder's loss. One seed each (300), as the five "
+    "systems take six core-hours: intervals are over molecules, and say nothing of "
+    "other seeds. A claim's difference therefore counts only after an allowance for "
+    "seeds, fixed beforehand, is taken off it. Letters are drawn at temperature 1. "
+    "Batches mix molecules of all lengths."
+)
+NOT_SHOWN = (
+    "Half and whole epochs; other seeds; SELFIES in place of SMILES; orders that are "
+    "learned or that take rings first; samples below temperature 1; speeds on an idle "
+    "machine (seconds are of one core beside other work)."
+)
+
+Rows = dict[str, dict[str, dict]]
+"""By system and measure."""
+
+
+def reported_rows(file: Path) -> Rows:
+    """Return the rows of the runs of molecules.toml; those of other runs, such as
+    pilots, are in no table."""
+    experiment, _ = load_runs()
+    steps = experiment.base["train"]["steps"]
+    rows: Rows = {}
+    for row in rows_by("key", file).values():
+        of_experiment = Path(row["run"]).parent == OUT / RECIPE
+        is_reported = row["run"].endswith(f"_s{experiment.first_seed}")
+        if of_experiment and is_reported and row["step"] == steps:
+            rows.setdefault(row["system"], {})[row["measure"]] = row
+    return rows
+
+
+def titles_of() -> dict[str, str]:
+    """Return what each system is, by its name in rows."""
+    experiment, _ = load_runs()
+    titles = {}
+    for name in systems_of(experiment):
+        run_config = experiment.recipes[RECIPE][name]
+        config = experiment.config(RECIPE, run_config, 0, run_config.untuned)
+        titles.setdefault(system_of(config.model), run_config.description)
+    titles[ENCODERS[0]] = "encoder, best of three losses"
+    return titles
+
+
+# ---- claims --------------------------------------------------------------------------
+
+
+def figure_of(rows: Rows, term: str) -> dict[str, Any] | None:
+    """Return {"mean", "variance" of the mean, "each"} of a figure of a claim; None if
+    it is not measured."""
+    system, _, name = term.partition(":")
+    measures = rows.get(system, {})
+    if name.startswith("nats_"):
+        if name not in measures:
+            return None
+        each = measures[name]["each"]
+        variance = statistics.variance(each) / len(each)
+        return {"mean": statistics.mean(each), "variance": variance, "each": each}
+    row = measures.get(name)
+    count = "molecules"
+    if name.startswith("valid_"):
+        row = most_samples(measures, name.removeprefix("valid_"))
+        count = "samples"
+    if row is None:
+        return None
+    share = row["valid"]
+    variance = share * (1 - share) / row[count]
+    return {"mean": share, "variance": variance, "each": None}
+
+
+def most_samples(measures: dict[str, dict], mode: str) -> dict | None:
+    """Return the row of the most samples in a mode; None if there is none."""
+    rows = [row for row in measures.values() if row.get("mode") == mode]
+    return max(rows, key=lambda row: row["samples"], default=None)
+
+
+def judged(claim: Claim, rows: Rows) -> dict | None:
+    """Return a claim with its difference, higher - lower, and the p value of the
+    difference + margin after the allowance; None if a figure is not measured."""
+    higher = figure_of(rows, claim.higher)
+    lower = figure_of(rows, claim.lower)
+    if higher is None or lower is None:
+        return None
+    mean = higher["mean"] - lower["mean"]
+    variance = higher["variance"] + lower["variance"]
+    if higher["each"] and lower["each"]:  # of the same molecules
+        pairs = zip(higher["each"], lower["each"], strict=True)
+        variance = statistics.variance(a - b for a, b in pairs) / len(lower["each"])
+    error = math.sqrt(variance)
+    counts = max(abs(mean + claim.margin) - claim.allowance, 0.0)
+    p = 1.0
+    if counts > 0:
+        p = math.erfc(counts / error / math.sqrt(2)) if error else 0.0
+    return {
+        "says": claim.says,
+        "mean": mean,
+        "half_width": 1.96 * error,
+        "margin": claim.margin,
+        "p": p,
+        "p_rank": None,
+        "ranks": False,
+        "verdict": "",
+    }
+
+
+def claim_lines(claims: Sequence[Claim], rows: Rows) -> list[str]:
+    """Return a line for each claim, with its word."""
+    all_judged = [judged(claim, rows) for claim in claims]
+    with_verdicts([one for one in all_judged if one is not None], len(claims))
+    lines = []
+    for claim, one in zip(claims, all_judged, strict=True):
+        words = NOT_RUN
+        if one is not None:
+            if ":nats" in claim.lower:
+                number = f"{-one['mean']:+.2f} ± {one['half_width']:.2f} nats"
+            else:
+                number = f"{one['mean']:+.1%} ± {one['half_width']:.1%}"
+            words = f"{number}, **{one['verdict']}**"
+        lines.append(f"- {claim.says[0].upper()}{claim.says[1:]}: {words}.")
+    return lines
+
+
+# ---- tables --------------------------------------------------------------------------
+
+
+def nats_cell(row: dict | None) -> str:
+    if row is None:
+        return NOT_RUN
+    each = row["each"]
+    half = t_quantile(len(each) - 1) * statistics.stdev(each) / math.sqrt(len(each))
+    return f"{statistics.mean(each):.2f} ± {half:.2f}"
+
+
+def share_cell(share: float, count: int) -> str:
+    half = 1.96 * math.sqrt(share * (1 - share) / count)
+    return f"{share:.1%} ± {half:.1%}"
+
+
+def likelihood_table(rows: Rows, titles: dict[str, str]) -> list[str]:
+    """Return the nats a molecule of each system."""
+    lines = []
+    for system, title in titles.items():
+        measures = rows.get(system, {})
+        parameters = "".join(
+            f"{row['parameters']:,}" for row in list(measures.values())[:1]
+        )
+        cells = [title, parameters]
+        for name in ("test", "scaffolds"):
+            for order in ("l2r", "random"):
+                row = measures.get(f"nats_{name}_{order}")
+                impossible = {"gpt": "random", ENCODERS[0]: "l2r"}.get(system)
+                cells.append("" if order == impossible else nats_cell(row))
+        lines.append(cells)
+    head = ["nats a molecule", "parameters", "test, left to right", "test, any order"]
+    head += ["scaffolds, left to right", "scaffolds, any order"]
+    return markdown_table(head, lines)
+
+
+def samples_table(rows: Rows, titles: dict[str, str]) -> list[str]:
+    """Return the table of MOSES: published rows, the ruler's and those of samples."""
+    lines = []
+    for line in PUBLISHED.strip().splitlines():
+        name, _, values = line.partition("|")
+        parameters, epochs = SIZES.get(name, ("not counted", "not counted"))
+        cells = values.split()
+        cells += [""] * (len(COLUMNS) - len(cells))  # no training molecule is novel
+        lines.append([f"{name} (published)", parameters, epochs, "30,000", *cells])
+    ruler = json.loads((RESULTS / "ruler.json").read_text())
+    measured = [f"{ruler[key]:.4f}" for key in list(COLUMNS)[:-1]]
+    lines.append(
+        ["training molecules (our measures)", "", "", f"{ruler['molecules']:,}"]
+        + [*measured, ""]
+    )
+    for system, title in titles.items():
+        for row in rows.get(system, {}).values():
+            if "mode" not in row:
+                continue
+            cells = [f"{row[key]:.4f}" if key in row else "-" for key in COLUMNS]
+            name = f"{title}, {MODES[row['mode']]}"
+            parameters = f"{row['parameters'] / 1e6:.2f}M"
+            lines.append([name, parameters, "0.25", f"{row['samples']:,}", *cells])
+    head = ["", "parameters", "epochs", "molecules", *COLUMNS.values()]
+    return markdown_table(head, lines)
+
+
+def costs_table(rows: Rows, titles: dict[str, str]) -> list[str]:
+    """Return validity, passes and seconds by system and mode."""
+    lines = []
+    for system, title in titles.items():
+        for row in rows.get(system, {}).values():
+            if "mode" in row:
+                lines.append(
+                    [
+                        f"{title}, {MODES[row['mode']]}",
+                        share_cell(row["valid"], row["samples"]),
+                        f"{row['passes']:.1f}",
+                        f"{row['seconds']:.3f}",
+                    ]
+                )
+    head = ["samples", "valid", "passes a molecule", "seconds a molecule"]
+    return markdown_table(head, lines)
+
+
+def holes_table(rows: Rows, titles: dict[str, str]) -> list[str]:
+    """Return the shares of fillings that are valid, and that are the molecule."""
+    lines = []
+    for kind, words in HOLES.items():
+        for system, title in titles.items():
+            measures = rows.get(system, {})
+            for measure, row in measures.items():
+                prefix, _, mode = measure.partition("_")
+                if prefix != kind or "valid" not in row:
+                    continue
+                count = row["molecules"]
+                lines.append(
+                    [
+                        f"{words}: {title}, {MODES[mode]}",
+                        f"{count:,}",
+                        share_cell(row["valid"], count),
+                        share_cell(row["equal"], count),
+                    ]
+                )
+    return markdown_table(["missing", "molecules", "valid", "the molecule"], lines)
+
+
+def joints_table(rows: Rows, titles: dict[str, str]) -> list[str]:
+    """Return how far sums of single scores are from the exact joint, by number of
+    letters."""
+    lines = []
+    for system, title in titles.items():
+        row = rows.get(system, {}).get("joints")
+        scores = row["rows"] if row else []
+        for size in sorted({score["size"] for score in scores}):
+            of_size = [score for score in scores if score["size"] == size]
+            cells = [f"{title}, {size}"]
+            cells.append(f"{statistics.mean(one['exact'] for one in of_size):.2f}")
+            for name in ("averaged", "sum", "pseudo"):
+                gaps = [one[name] - one["exact"] for one in of_size]
+                half = t_quantile(len(gaps) - 1) * statistics.stdev(gaps)
+                half /= math.sqrt(len(gaps))
+                most = max(map(abs, gaps))
+                cells.append(
+                    f"{statistics.mean(gaps):+.3f} ± {half:.3f}, at most {most:.1f}"
+                )
+            lines.append(cells)
+    head = ["letters", "exact log p", "mean over orders, minus exact"]
+    head += ["sum of single scores, minus exact", "pseudo-likelihood, minus exact"]
+    return markdown_table(head, lines)
+
+
+# ---- drawings ------------------------------------------------------------------------
+
+
+def drawing(examples: Sequence[Sequence[str]]) -> str:
+    """Return an SVG of molecules: each true one, and beside it what was filled in; a
+    filling that is no molecule is left blank."""
+    from rdkit import Chem
+    from rdkit.Chem import Draw
+
+    molecules = []
+    legends = []
+    for masked, filling, truth in examples:
+        molecules += [read_molecule(truth), read_molecule(filling) or Chem.Mol()]
+        is_valid = read_molecule(filling) is not None
+        legends += [masked, filling if is_valid else f"no molecule: {filling}"]
+    return Draw.MolsToGridImage(
+        molecules, molsPerRow=4, subImgSize=(260, 200), legends=legends, useSVG=True
+    )
+
+
+def write_drawings(rows: Rows, folder: Path) -> list[str]:
+    """Write a drawing of each kind of filling by the system whose fillings are valid
+    most often; return the lines that show them."""
+    lines = []
+    for kind, words in HOLES.items():
+        candidates = []
+        for measures in rows.values():
+            for measure, row in measures.items():
+                if measure.partition("_")[0] == kind and "examples" in row:
+                    candidates.append(row)
+        if candidates:
+            best = max(candidates, key=lambda row: row["valid"])
+            file = folder / f"{kind}.svg"
+            write_text(file, drawing(best["examples"][:DRAWN]))
+            mode = MODES[best["measure"].partition("_")[2]]
+            lines += [
+                f"![{words}, filled in]({folder.name}/{file.name})",
+                "",
+                f"Missing: {words}. Left the molecule, right a filling "
+                f"({best['system']}, {mode}).",
+                "",
+            ]
+    return lines
+
+
+# ---- the page ------------------------------------------------------------------------
+
+
+def page(
+    file: Path = RESULTS / "rows.jsonl", out: Path = PAGE, folder: Path = RESULTS
+) -> None:
+    """Write the page and its drawings from the rows of runs that are measured."""
+    _, claims = load_runs()
+    rows = reported_rows(file)
+    titles = titles_of()
+    lines = [
+        "# Molecules: which order writes them, and what can left to right not do?",
+        "",
+        "Three claims were committed before the first run (*confirmed*, *opposite*, "
+        "*undecided*); all other numbers are *observed*. Scale: 0.8M parameters, a "
+        "quarter of an epoch of MOSES.",
+        "",
+        *claim_lines(claims, rows),
+        "",
+    ]
+    missing = [title for system, title in titles.items() if system not in rows]
+    if missing:
+        lines += [f"**Not run yet.** {'; '.join(missing)}.", ""]
+    if rows:
+        sections = {
+            "How likely are test molecules?": likelihood_table,
+            "Which order makes molecules?": costs_table,
+            "Beside the published rows of MOSES": samples_table,
+            "What left to right cannot do": holes_table,
+            "Exact joints beside sums of single scores": joints_table,
+        }
+        for title, make in sections.items():
+            lines += [f"## {title}", "", *make(rows, titles), ""]
+        lines += write_drawings(rows, folder)
+    lines += [
+        "## Setting",
+        "",
+        SETTING,
+        "",
+        f"**Not shown here.** {NOT_SHOWN}",
+        "",
+        "Repeat it: `python -m studies.molecules prepare --wheel FILE`, `train`, "
+        "`measure RUN --wheel FILE`, `page` "
+        "([studies/README.md](../studies/README.md)).",
+        "",
+    ]
+    write_text(out, "\n".join(lines))
