@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 
 import numpy as np
 import pytest
@@ -458,6 +459,50 @@ def test_commands_run(tmp_path):
     failed = [r for r in results if r["status"] or "Traceback" in r["output"]]
     assert not failed, json.dumps(failed, indent=1)
     print(f"{len(results)} commands, {sum(r['seconds'] for r in results):.1f} s")
+
+
+RESULT = re.compile(r"^    python -m (aogpt .*?) +# (\S.*\d.*)$", re.M)
+
+
+def results_shown():
+    """Return (command, what it prints as the page says) of each command with such a
+    comment, and of the command whose sample README quotes."""
+    shown = []
+    for page in PAGES:
+        for command, comment in RESULT.findall(page.read_text()):
+            shown.append((command, comment.split(", ")))
+    readme = (ROOT / "README.md").read_text().replace("\\\n", "")
+    command = re.search(r"^    python -m (aogpt fill .*)$", readme, re.M)[1]
+    sample_of = re.search(r'The third prints "(.*?)"', readme)
+    return [*shown, (command, [sample_of[1]])]
+
+
+@pytest.mark.slow(reason="a process for each command")
+@pytest.mark.parametrize(("command", "results"), results_shown())
+def test_a_command_prints_what_the_page_says(command, results):
+    done = subprocess.run(
+        [sys.executable, "-m", *shlex.split(command)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for result in results:
+        assert result in done.stdout
+
+
+@pytest.mark.slow(reason="loads a model")
+def test_the_python_of_readme_runs(tmp_path):
+    text = (ROOT / "README.md").read_text()
+    code = re.search(r"^    import aogpt\n(    .*\n)+", text, re.M)[0]
+    (tmp_path / "example.py").write_text(textwrap.dedent(code))
+    (tmp_path / "results").symlink_to(ROOT / "results")
+    subprocess.run(
+        [sys.executable, "example.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=True,
+    )
 
 
 # ---- pages ---------------------------------------------------------------------------
