@@ -9,6 +9,8 @@
 # make playground: a page in the browser on which the books model fills in your text.
 # make gpu:        is everything right on this GPU? docs/gpu.md
 # make reproduce: the paper's zero-shot tables from released weights, downloaded (OPTIONS=--quick for a part of each set).
+# make molecules:  the benchmark of molecules MOSES: its data (52 MB, WHEEL=FILE for a local copy), and results/molecules_model
+#                  measured on it, half an hour.
 # make golden:     do the debug configs have the losses of tests/golden.json? OPTIONS=--record records them on this machine.
 # make soak:       jobs of several processes that are killed, stopped and hung, a quarter of an hour: results/soak.details.md.
 # make fuzz:       malformed files and options, an hour: studies/fuzz.py.
@@ -23,11 +25,12 @@ BASE := $(if $(wildcard $(PY)),$(PY),$(PYTHON))
 INSTALL := $(BASE) requirements/install.py $(if $(CPU_INDEX),--cpu-index $(CPU_INDEX))
 RUN := out/quickstart
 SMOKE := out/eval_smoke
+WHEEL ?= out/molsets-0.3.1-py3-none-any.whl
 SMALL := --tokenizer english --block-size 128
 CHOICE := --temperature 0.7 --top-p 0.9
-eval-smoke soak fuzz playground: export OMP_NUM_THREADS ?= 1
+eval-smoke soak fuzz playground molecules: export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart quickstart-steps test test-all test-studies lint types docs eval-smoke playground gpu golden reproduce soak fuzz clean
+.PHONY: quickstart quickstart-steps test test-all test-studies lint types docs eval-smoke playground gpu golden reproduce molecules soak fuzz clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.requirements
@@ -87,6 +90,14 @@ golden: $(VENV)/.requirements-dev
 
 reproduce: $(VENV)/.requirements
 	$(PY) -m studies.reproduce $(OPTIONS)
+
+molecules: $(VENV)/.requirements-dev $(WHEEL)
+	test -f data/molecules/meta.json || $(PY) -m studies.molecules prepare --wheel $(WHEEL)
+	@test -d results/molecules_model || { echo "There is no trained model yet. Train one: $(PY) -m studies.molecules train"; exit 2; }
+	$(PY) -m studies.molecules measure results/molecules_model --wheel $(WHEEL) --out out/molecules.jsonl
+
+out/molsets-0.3.1-py3-none-any.whl:
+	$(PYTHON) -m pip download --no-deps --dest out molsets==0.3.1
 
 soak: $(VENV)/.requirements-dev
 	PYTHONPATH=tests $(PY) -m studies.soak

@@ -30,8 +30,9 @@ from aogpt.data.prepare import prepare as prepare_dataset
 from aogpt.runtime.command_line import run_script, show
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import write_json
-from studies import molecule_measures, molecule_page, molecule_runs
+from studies import molecule_measures, molecule_runs
 from studies.molecule_measures import Measuring, Sizes, spread_molecules
+from studies.molecule_page import page
 from studies.moses import (
     Moses,
     canonical,
@@ -219,7 +220,7 @@ def main() -> None:
         "sizes": sizes,
         "train": train,
         "measure": measure,
-        "page": molecule_page.page,
+        "page": page,
     }
     tyro.extras.subcommand_cli_from_dict(
         commands, prog="python -m studies.molecules", description=__doc__

@@ -39,6 +39,7 @@ from studies import (
     passes,
     plot,
     pretrained,
+    proteins,
     puzzle_answers,
     reproduce,
     side_by_side,
@@ -86,6 +87,7 @@ SCRIPTS = {
     "studies.plot": plot,
     "studies.prepare": study_data,
     "studies.pretrained": pretrained,
+    "studies.proteins": proteins,
     "studies.puzzle_answers": puzzle_answers,
     "studies.reproduce": reproduce,
     "studies.side_by_side": side_by_side,
@@ -210,8 +212,10 @@ def parse(monkeypatch):
             for name in ("bench_decode", "bench_train"):
                 monkeypatch.setattr(bench, name, stop(getattr(bench, name)))
         elif script == "studies.molecules":
-            for name in ("prepare", "ruler", "sizes"):
+            for name in ("prepare", "ruler", "sizes", "train", "measure", "page"):
                 monkeypatch.setattr(molecules, name, stop(getattr(molecules, name)))
+        elif script == "studies.proteins":
+            monkeypatch.setattr(proteins, "score", stop(proteins.score))
         elif script == "studies.joints":
             for name in ("run", "draw"):
                 monkeypatch.setattr(joints, name, stop(getattr(joints, name)))
