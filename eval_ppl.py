@@ -109,13 +109,12 @@ def check_arguments(a: Arguments) -> Outputs:
             "give RUN first, then --datasets, --orders and --ensemble, each with its "
             "values"
         )
-    if set(a.ensemble) != {1} and a.group > 1:
-        raise UserError("--ensemble does not combine with --group: leave one out")
-    is_used = [set(a.ensemble) != {1}, a.bound == "iw", a.other is not None]
-    if sum(is_used) > 1:
+    has_ensembles = set(a.ensemble) != {1}
+    is_used = [has_ensembles, a.bound == "iw", a.other is not None]
+    if sum(is_used) > 1 or (has_ensembles and a.group > 1):
         raise UserError(
-            "leave out --ensemble or --bound: they do not combine, and two models are "
-            "compared by mean losses"
+            "leave out --ensemble or --bound: neither goes with the other or with a "
+            "second model, and --ensemble not with --group"
         )
     names = [Path(name).name for name in a.datasets]
     for name in names:

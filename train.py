@@ -90,10 +90,10 @@ def train(config: Config, procs: Processes) -> int:
     if epochs:
         config = config.with_steps(config.steps_of_epochs(data.num_blocks))
     val_data = None
-    files = data.files()
+    files = dict(data.files)
     if config.eval.interval > 0:
         val_data = TokenDataset(source, "val", data.block_size)
-        files.update(val_data.files())
+        files.update(val_data.files)
     if any(orders.unmixed == "file" for orders in config.all_orders()):
         read_orders(config.order.file, config.model.block_size)  # to say what is wrong
         path = Path(config.order.file)

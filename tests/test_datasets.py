@@ -408,7 +408,7 @@ FILES = {
         # files that cannot be read
         ("text", "empty.txt", {}, "train of text has no document"),
         ("text", "good.txt", {"val": "empty.txt"}, "val of text has no document"),
-        ("text", "one.txt", {}, "has 1 characters.*add documents"),
+        ("text", "one.txt", {}, "a single record or character makes no validation"),
         ("text", "latin.txt", {}, "latin.txt: not UTF-8; .*iconv"),
         ("text", "syntax.jsonl", {}, "syntax.jsonl line 2: this is not JSON"),
         (

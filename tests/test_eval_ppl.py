@@ -471,7 +471,7 @@ def test_a_bad_option_ends_with_status_2_and_a_message(mistake, run, data):
         ("--orders fixed_blockwise:blocks=3", "'blocks' is not a setting"),
         ("--orders confidence:block=0", "--orders confidence:block=0: block is 0"),
         ("--orders fixed_blockwise:block=17", "order.block 17 exceeds the blocks of"),
-        ("--ensemble 8 --group 2", "--ensemble does not combine with --group"),
+        ("--ensemble 8 --group 2", "leave out --ensemble or --bound"),
         ("--json table.md", "name the same file"),
     ):
         datasets = [] if "--datasets" in options else ["--datasets", data]

@@ -194,7 +194,7 @@ def test_prompts_of_another_field_and_records_that_are_too_long(tmp_path, capsys
     "row, options, says",
     [
         ({"text": "b"}, {"block_size": None}, "records needs --block-size N"),
-        ({"text": "b"}, {"split": None}, "a single record makes no"),
+        ({"text": "b"}, {"split": None}, "a single record or character makes no"),
         ({"prompt": "[GIVEN]a", "text": "b"}, {}, "line 1: .*not both"),
         ({"prompt": 1, "text": "b"}, {}, "line 1: .*'prompt' .int"),
         ({"text": "b"}, {"protocol": "full"}, "records takes no --protocol"),

@@ -209,17 +209,14 @@ class TokenDataset(Blocks):
         super().__init__(read_tokens(folder, split, verify), meta, split, Path(folder))
         self.shift = 0  # not 0 where a run had batches of another size before
         entry = meta["splits"][split]
-        paths = [self.folder / entry["file"]]
-        self._sha256 = [entry["sha256"]]
+        path = self.folder / entry["file"]
+        # Of each file, which a run saves for `changed_files` when it resumes.
+        self.files = {str(path): file_record(path, entry["sha256"])}
         self.of_records = "roles" in entry
         if self.of_records:
-            paths.append(self.folder / entry["roles"]["file"])
-            self._sha256.append(entry["roles"]["sha256"])
-            self._all_roles = np.memmap(paths[1], np.uint8, mode="r")
-        self._opened = {}  # size and time of each file
-        for path in paths:
-            stat = path.stat()
-            self._opened[path] = (stat.st_size, stat.st_mtime_ns)
+            path = self.folder / entry["roles"]["file"]
+            self.files[str(path)] = file_record(path, entry["roles"]["sha256"])
+            self._all_roles = np.memmap(path, np.uint8, mode="r")
         if block_size is not None:
             self.divide(block_size, max_tokens)
 
@@ -278,21 +275,13 @@ class TokenDataset(Blocks):
                 )
         self.end_given = True
 
-    def files(self) -> dict[str, dict]:
-        """Return the checksum, size and times of each file, by path, which a run
-        records for `changed_files` when it resumes."""
-        recorded = {}
-        for path, sha256 in zip(self._opened, self._sha256, strict=True):
-            recorded[str(path)] = file_record(path, sha256)
-        return recorded
-
     def check_unchanged(self) -> None:
         """Raise UserError or OSError if a file has another size or time than when it
         was opened."""
-        for path, stamp in self._opened.items():
-            stat = path.stat()
+        for path, opened in self.files.items():
+            stat = Path(path).stat()
             # Reading beyond a shorter one raises SIGBUS.
-            if (stat.st_size, stat.st_mtime_ns) != stamp:
+            if [stat.st_size, stat.st_mtime_ns] != [opened["size"], opened["times"][0]]:
                 raise UserError(
                     f"{path} has changed since it was opened: see that it is whole "
                     "and start again"

@@ -66,11 +66,12 @@ def _train_and_val(
     no split depends on later documents."""
     first_group = list(islice(documents, math.ceil(1 / fraction)))
     if len(first_group) == 1:
-        if whole:
-            raise UserError(
-                "a single record makes no validation split: add records, or --split"
-            )
         text = first_group[0]
+        if whole or len(text) < 2:
+            raise UserError(
+                "a single record or character makes no validation split: add more, or "
+                "give --split"
+            )
         place = _place_to_split(text, fraction)
         yield "train", text[:place]
         yield "val", text[place:]
@@ -95,8 +96,6 @@ def _place_to_split(text: str, fraction: float) -> int:
     near it, else after the end of a word, else the exact place."""
     count = max(1, round(len(text) * fraction))
     place = len(text) - count
-    if place < 1:
-        raise UserError(f"the only document has {len(text)} characters; add documents")
     first = max(0, place - round(NEAR * count))
     before = text[first : place + 1]
     for space in ("\n", r"\s"):
