@@ -106,19 +106,22 @@ class EvalSet:
         return lengths
 
     @cached_property
+    def _places(self) -> np.ndarray:
+        """Return the place in the split of the first token of every row, (N,)."""
+        # After all blocks, where there is one more row, that of the tail.
+        rows = np.append(self._chosen, self.dataset.num_blocks)
+        return rows[: self.count] * self.dataset.block_size
+
+    @cached_property
     def documents(self) -> Tensor:
         """Return the number of the document that holds the middle of every row,
         (N,)."""
         meta = self.dataset.meta
         if meta.get("protocol") == "records":
             return torch.arange(self.count)
-        # After all blocks, where there is one more row, that of the tail.
-        rows = np.append(self._chosen, self.dataset.num_blocks)
-        rows = rows[: self.count]
-        middles = rows * self.dataset.block_size + self.lengths.numpy() // 2
         ends = np.flatnonzero(self.dataset.tokens == meta["eot"])
-        documents = np.searchsorted(ends, middles)
-        return torch.from_numpy(documents)
+        middles = self._places + self.lengths.numpy() // 2
+        return torch.from_numpy(np.searchsorted(ends, middles))
 
     def mean_bytes(self, first: int) -> float | None:
         """Return the mean UTF-8 bytes of text per token that is predicted, from token
@@ -128,35 +131,28 @@ class EvalSet:
         tokenizer = dataset.tokenizer
         if tokenizer is None:
             return None
-        rows = range(self.count)
-        roles = self.roles(rows)
-        if roles is not None or self.count < dataset.num_blocks:
-            tokens = self.tokens(rows).numpy()
-            starts = self._begin_documents(tokenizer.eot)
-            counts = np.stack(list(map(tokenizer.count_bytes, tokens, starts)))
-            scored = np.ones(counts.shape, bool)
-            scored[:, :first] = False
+        begins = (self._places == 0) | (
+            dataset.tokens[self._places - 1] == tokenizer.eot
+        )
+        begins |= dataset.meta.get("protocol") == "records"
+        size = 0
+        number = 0
+        for row, begins_document in enumerate(begins):
+            rows = range(row, row + 1)
+            tokens = self.tokens(rows)[0].numpy()
+            scored = np.arange(len(tokens)) >= first
+            roles = self.roles(rows)
             if roles is not None:
-                has_prompt = roles.given.any(dim=1).numpy()
-                scored = roles.predicted.numpy() & (scored | has_prompt[:, None])
-        else:
-            tokens = dataset.tokens[: int(self.lengths.sum())]
-            counts = tokenizer.count_bytes(tokens)
-            place = np.arange(len(tokens)) % dataset.block_size
-            scored = place >= first
+                has_prompt = bool(roles.given.any())
+                scored = roles.predicted[0].numpy() & (scored | has_prompt)
+            counts = tokenizer.count_bytes(tokens, starts=begins_document)
+            size += int(counts[scored].sum())
+            number += int(scored.sum())
         entry = dataset.meta["splits"][dataset.split]
         text_share = 1.0  # bytes of the text for each byte of its tokens
         if entry.get("token_bytes"):
             text_share = entry["text_bytes"] / entry["token_bytes"]
-        return float(counts[scored].mean()) * text_share
-
-    def _begin_documents(self, eot: int) -> np.ndarray:
-        """Return whether the first token of each chosen block begins a document, bool
-        (N,)."""
-        if self.dataset.meta.get("protocol") == "records":
-            return np.ones(self.count, bool)
-        places = self._chosen * self.dataset.block_size
-        return (places == 0) | (self.dataset.tokens[places - 1] == eot)
+        return size / number * text_share
 
     def description(self) -> dict:
         """Return the properties of the data that make a result reproducible, such as
