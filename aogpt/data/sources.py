@@ -10,7 +10,6 @@ error."""
 import contextlib
 import glob
 import gzip
-import hashlib
 import io
 import logging
 import lzma
@@ -25,8 +24,6 @@ from typing import Any, BinaryIO
 
 from ..runtime.errors import UserError, reason_of
 from ..runtime.files import json_object, lines_of, parse_json, sha256_file
-
-MOST_LISTED = 100  # files in meta.json, which checkpoints hold, too
 
 
 @dataclass(frozen=True)
@@ -96,11 +93,6 @@ def local_files(
         size = path.stat().st_size
         sha256 = sha256_file(path)
         description.append({"file": path.name, "bytes": size, "sha256": sha256})
-    if len(files) > MOST_LISTED:
-        digest = hashlib.sha256(repr(description).encode()).hexdigest()
-        size = sum(file["bytes"] for file in description)
-        name = f"{len(files):,} files"
-        description = [{"file": name, "bytes": size, "sha256": digest}]
     documents = (
         text for path, read in files.items() for text in read(path, str(path), reading)
     )
