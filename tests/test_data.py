@@ -99,7 +99,8 @@ def test_pieces_of_any_ids_join_to_the_decoded_text(tokenizer, data):
     tokens = data.draw(st.lists(ids, max_size=9))
     pieces = get_tokenizer(tokenizer).pieces(tokens)
     assert len(pieces) == len(tokens)
-    assert "".join(pieces) == get_tokenizer(tokenizer).decode(tokens)
+    text = get_tokenizer(tokenizer).to_bytes(tokens)
+    assert "".join(pieces) == text.decode(errors="replace")
 
 
 @every_tokenizer

@@ -146,7 +146,7 @@ class Tokenizer:
                     f"id {i} is not in the vocabulary of the {self.name!r} tokenizer "
                     f"(0 to {self.vocab_size - 1}); was the text made with another one?"
                 )
-        return self.to_bytes(ids).decode(errors="replace")
+        return "".join(self.pieces(ids))
 
     def pieces(self, ids) -> list[str]:
         """Return the text of each of `ids`; joined, they are `decode(ids)`. A character
@@ -154,12 +154,16 @@ class Tokenizer:
         shows that it is invalid."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         pieces = []
+        before = self.eot
         for token in map(int, ids):
             # No character continues over the end of a document.
             if token == self.eot and pieces:
                 pieces[-1] += decoder.decode(b"", final=True)
             text = self.to_bytes([token])
+            if self.adds_space and before == self.eot:
+                text = text.removeprefix(b" ")
             pieces.append(decoder.decode(text))
+            before = token
         if pieces:
             pieces[-1] += decoder.decode(b"", final=True)
         return pieces
@@ -359,22 +363,6 @@ class HubTokenizer(Tokenizer):
             if whole[: len(before)] == before:
                 break
         return whole[len(before) :]
-
-    def pieces(self, ids) -> list[str]:
-        pieces = super().pieces(ids)
-        if self.adds_space:  # before every document
-            before = self.eot
-            for place, token in enumerate(map(int, ids)):
-                if before == self.eot:
-                    pieces[place] = pieces[place].removeprefix(" ")
-                before = token
-        return pieces
-
-    def decode(self, ids) -> str:
-        text = super().decode(ids)
-        if self.adds_space:
-            return "".join(self.pieces(ids))
-        return text
 
 
 def _begin_and_end(
