@@ -155,37 +155,6 @@ class Scorer:
         """Return the ensemble sizes above 1."""
         return [size for size in self.ensembles if size > 1]
 
-    def nll(
-        self,
-        loaded: Loaded,
-        tokens: Tensor,
-        draw: tuple[int, int, range, int],
-        roles: Roles | None,
-    ) -> TokenNLL:
-        """Return -log p of every token. draw: (seed, number of the draw, rows, total of
-        rows)."""
-        if self.mode is not None:
-            return decoding_nll(loaded.model, tokens, self.mode, roles)
-        seed, number, rows, total = draw
-        if self.orders is not None:
-            return token_nll(
-                loaded.model,
-                tokens,
-                self.orders,
-                seed=seed,
-                draw=number,
-                rows=rows,
-                total=total,
-                scored_from=loaded.scored_from,
-                group=self.group,
-                roles=roles,
-            )
-        assert roles is None, "a prompt has no part in score entropy"
-        terms = token_score_entropy(
-            loaded.model, tokens, seed=seed, draw=number, rows=rows, total=total
-        )
-        return TokenNLL(terms, torch.ones_like(terms, dtype=torch.bool))
-
 
 def decoding_nll(
     model: AOGPT, tokens: Tensor, mode: PlanFunction, roles: Roles | None = None
@@ -329,11 +298,28 @@ def losses_of(task: Task, runner: BatchRunner, seed: int, draws: int) -> Losses:
 
     def loss(tokens: Tensor, rows: range) -> Tensor:
         """Return the loss of each row of a batch, (B,)."""
-        nll = scorer.nll(
-            task.loaded,
+        loaded = task.loaded
+        roles = eval_set.roles(rows)
+        if scorer.mode is not None:
+            return decoding_nll(loaded.model, tokens, scorer.mode, roles).means()
+        draw = len(losses)
+        if scorer.orders is None:
+            assert roles is None, "a prompt has no part in score entropy"
+            terms = token_score_entropy(
+                loaded.model, tokens, seed, draw, rows, eval_set.count
+            )
+            return terms.mean(dim=1)
+        nll = token_nll(
+            loaded.model,
             tokens,
-            draw=(seed, len(losses), rows, eval_set.count),
-            roles=eval_set.roles(rows),
+            scorer.orders,
+            seed=seed,
+            draw=draw,
+            rows=rows,
+            total=eval_set.count,
+            scored_from=loaded.scored_from,
+            group=scorer.group,
+            roles=roles,
         )
         return nll.means()
 
