@@ -322,10 +322,8 @@ def test_a_tokenizer_that_loses_text_is_told_and_its_bytes_are_the_texts(
     assert entry["token_bytes"] == 4 * (7 + 7 + 3 + 4 + 2)
     # A tokenizer that keeps all of it has nothing to tell.
     path = saved(of_words(), tmp_path / "good")
-    out = prepared("text", tmp_path / "p", source, tokenizer=str(path), split="train")
+    prepared("text", tmp_path / "p", source, tokenizer=str(path), split="train")
     assert "loses text" not in capsys.readouterr().out
-    entry = load_meta(out)["splits"]["train"]
-    assert entry["text_bytes"] == entry["token_bytes"] == 112
 
 
 def write_gpt2(folder):
@@ -515,11 +513,3 @@ def test_a_gpt2_with_a_tokenizer_of_its_own_is_read_and_exported_with_it(tmp_pat
     convert(str(tmp_path / "model"), tmp_path / "export")
     exported = load(tmp_path / "export")
     assert exported.get_tokenizer().encode("The cat") == tokenizer.encode("The cat")
-    source = write_jsonl(tmp_path / "a.jsonl", ["The cat sat on the mat."] * 9)
-    for name in ("bytes", str(path)):
-        out = tmp_path / f"data_{name.endswith('json')}"
-        prepared("text", out, source, tokenizer=name, split="test")
-    with pytest.raises(UserError, match="tokenizer|vocabulary"):
-        open_eval_set(open_split(tmp_path / "data_False", None), loaded)
-    evaluated = open_eval_set(open_split(tmp_path / "data_True", None), loaded)
-    assert evaluated.mean_bytes(0) < 1
