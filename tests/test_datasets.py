@@ -312,7 +312,8 @@ def rows_of(name: str, split: str, numbers: tuple, **place) -> list[str]:
     """Return the rows of a dataset that is read from another hub or url, and has
     published numbers of rows of its own."""
     dataset = replace(catalogue.DATASETS[name], numbers=numbers, **place)
-    request = catalogue.Request(name, sources.Reading(dataset.field), split=split)
+    read_row = functools.partial(sources.text_of, field=dataset.field)
+    request = catalogue.Request(name, read_row, split=split)
     return list(dataset.corpora(request)[split].documents)
 
 

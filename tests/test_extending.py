@@ -298,9 +298,9 @@ def test_a_format_of_files_is_a_reader_and_a_line(project):
     project.edit(
         "aogpt/data/sources.py",
         "ROW_FILES: dict[str, Reader] = {\n",
-        "def read_subtitles(stream, name, reading):\n"
+        "def read_subtitles(stream, name, read_row):\n"
         '    """Yield the spoken lines of a file of subtitles as one document."""\n'
-        "    for text in read_whole(stream, name, reading):\n"
+        "    for text in read_whole(stream, name, read_row):\n"
         '        blocks = text.strip().split("\\n\\n")\n'
         '        yield "\\n".join(block.split("\\n", 2)[2] for block in blocks)\n'
         "\n\n"

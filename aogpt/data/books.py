@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 
 from ..runtime.errors import UserError, reason_of
-from .sources import Corpus, Reading, unix_text
+from .sources import Corpus, RowReader, unix_text
 
 COMMIT = "f9edc0ac68ef4d4bc6b16cbc1a3d68d5783a7e28"
 URL = f"https://github.com/mlschmitt/classic-books-markdown/archive/{COMMIT}.zip"
@@ -22,7 +22,7 @@ def books() -> list[dict[str, str]]:
         return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
 
 
-def read_books(path: Path, name: str, reading: Reading) -> Iterator[str]:
+def read_books(path: Path, name: str, read_row: RowReader) -> Iterator[str]:
     """Yield the books of books.tsv, in its order. Raises UserError if one is missing or
     has another length than the one behind the results."""
     try:

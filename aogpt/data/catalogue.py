@@ -14,7 +14,7 @@ from .sources import (
     TEXT_FILES,
     Corpus,
     Reader,
-    Reading,
+    RowReader,
     local_files,
     read_lines,
 )
@@ -29,7 +29,7 @@ class Request:
     """The options of a user for one dataset."""
 
     name: str  # of the dataset
-    reading: Reading
+    read_row: RowReader
     source: tuple[Path, ...] = ()
     val: tuple[Path, ...] = ()
     test: tuple[Path, ...] = ()
@@ -68,24 +68,24 @@ class Dataset:
 
     def corpora(self, request: Request) -> dict[str, Corpus]:
         """Return the documents of each split, not read yet."""
-        reading = request.reading
+        read_row = request.read_row
         first = request.split or "train"
         corpora = {}
         if paths := request.source or self.shipped:
             files = ((first, paths), ("val", request.val), ("test", request.test))
             for split, paths in files:
                 if paths:
-                    corpora[split] = local_files(paths, self.readers, reading)
+                    corpora[split] = local_files(paths, self.readers, read_row)
         elif self.url:
             url = self.url.format("valid" if first == "val" else first)
             corpora[first] = sources.downloaded_file(
-                request.name, url, self.readers, reading
+                request.name, url, self.readers, read_row
             )
         else:
             split = "validation" if first == "val" else first
             repository, config = self.hub or (request.repository, request.config)
             corpora[first] = sources.hub_rows(
-                request.name, repository, config, split, reading
+                request.name, repository, config, split, read_row
             )
         if self.divide:
             splits = (request.split,) if request.split else self.splits

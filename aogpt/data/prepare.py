@@ -37,8 +37,8 @@ from .catalogue import DATASETS, SPLITS, Dataset, Request
 from .detokenisers import detokenise
 from .loader import load_meta, read_tokens
 from .packing import SplitFile
-from .prompts import Examples, encode_example
-from .sources import Corpus, Reading, source_files
+from .prompts import encode_example, example_of
+from .sources import Corpus, RowReader, source_files, text_of
 from .tokenizers import HUB, HubTokenizer, Tokenizer, get_tokenizer, other_tokenizer
 
 # What a folder may hold that --overwrite replaces.
@@ -160,11 +160,13 @@ def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:
     args = with_defaults(args, dataset)
     # Before files are read, which can take long.
     tokenizer = get_tokenizer(args.tokenizer, end_token=args.end_token)
-    reading = Examples if dataset.protocol == "records" else Reading
+    read_row: RowReader = partial(text_of, field=args.field)
+    if dataset.protocol == "records":
+        read_row = partial(example_of, field=args.field, prompt_field=args.prompt_field)
     corpora = dataset.corpora(
         Request(
             args.name,
-            reading(args.field, args.prompt_field),
+            read_row,
             source=args.source,
             val=args.val,
             test=args.test,

@@ -18,7 +18,7 @@ import re
 import numpy as np
 
 from ..runtime.errors import UserError
-from .sources import Reading, text_of
+from .sources import text_of
 from .tokenizers import Tokenizer
 
 PREDICTED = 0
@@ -82,19 +82,15 @@ def encode_example(
     return np.array(ids, tokenizer.dtype), np.array(roles, np.uint8)
 
 
-class Examples(Reading):
-    """A reading of rows as examples: {"prompt": ..., "text": what follows it}, or
-    {"text": text with marks}."""
-
-    def document(self, row: dict, place: str) -> str:
-        """Return the example of a row, marked. Raises UserError, which begins with
-        `place`."""
-        text = super().document(row, place)
-        prompt = self.prompt_field or "prompt"
-        if prompt in row or self.prompt_field:
-            given = text_of(row, prompt, place, "--prompt-field")
-            if MARKS.search(text + given):
-                raise UserError(f"{place}: give a prompt or {BEGIN} marks, not both")
-            text = as_prompt(given) + text
-        spans(text, place)  # raises UserError here, where the place is known
-        return text
+def example_of(row: dict, place: str, field: str, prompt_field: str | None) -> str:
+    """Return the example of a row, marked: {"prompt": ..., "text": what follows it}, or
+    {"text": text with marks}. Raises UserError, which begins with `place`."""
+    text = text_of(row, place, field)
+    prompt = prompt_field or "prompt"
+    if prompt in row or prompt_field:
+        given = text_of(row, place, prompt, "--prompt-field")
+        if MARKS.search(text + given):
+            raise UserError(f"{place}: give a prompt or {BEGIN} marks, not both")
+        text = as_prompt(given) + text
+    spans(text, place)  # raises UserError here, where the place is known
+    return text

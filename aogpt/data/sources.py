@@ -25,21 +25,9 @@ from typing import Any, BinaryIO
 from ..runtime.errors import UserError, reason_of
 from ..runtime.files import json_object, lines_of, parse_json, sha256_file
 
-
-@dataclass(frozen=True)
-class Reading:
-    """The way in which the rows of files are read."""
-
-    field: str  # the field of a row that holds the text
-    prompt_field: str | None = None  # the field of a row with its prompt (prompts.py)
-
-    def document(self, row: dict, place: str) -> str:
-        """Return the document of a row. Raises UserError, which begins with `place`."""
-        return text_of(row, self.field, place)
-
-
-# (file, its name for messages, how) -> documents
-Reader = Callable[[Path, str, Reading], Iterator[str]]
+RowReader = Callable[[dict, str], str]  # (row, its place for messages) -> document
+# (file, its name for messages, how rows are read) -> documents
+Reader = Callable[[Path, str, RowReader], Iterator[str]]
 
 
 @dataclass
@@ -82,7 +70,7 @@ def is_hidden(path: Path) -> bool:
 
 
 def local_files(
-    paths: Iterable[Path], readers: dict[str, Reader], reading: Reading
+    paths: Iterable[Path], readers: dict[str, Reader], read_row: RowReader
 ) -> Corpus:
     """Return the documents of some files. readers: how files of each suffix are
     read."""
@@ -94,7 +82,7 @@ def local_files(
         sha256 = sha256_file(path)
         description.append({"file": path.name, "bytes": size, "sha256": sha256})
     documents = (
-        text for path, read in files.items() for text in read(path, str(path), reading)
+        text for path, read in files.items() for text in read(path, str(path), read_row)
     )
     return Corpus(documents, description)
 
@@ -156,7 +144,7 @@ def unix_text(data: bytes, name: str) -> str:
     return decoded(data, name).replace("\r\n", "\n")
 
 
-def read_whole(path: Path, name: str, reading: Reading) -> Iterator[str]:
+def read_whole(path: Path, name: str, read_row: RowReader) -> Iterator[str]:
     """Yield the file as one document; nothing if it is empty."""
     with unpacked(path, name) as file:
         text = unix_text(file.read(), name)
@@ -164,20 +152,20 @@ def read_whole(path: Path, name: str, reading: Reading) -> Iterator[str]:
         yield text
 
 
-def read_lines(path: Path, name: str, reading: Reading) -> Iterator[str]:
+def read_lines(path: Path, name: str, read_row: RowReader) -> Iterator[str]:
     """Yield a document for each line, with its end."""
-    for text in read_whole(path, name, reading):
+    for text in read_whole(path, name, read_row):
         yield from io.StringIO(text.replace("\r", "\n"), newline="\n")
 
 
-def read_jsonl(path: Path, name: str, reading: Reading) -> Iterator[str]:
+def read_jsonl(path: Path, name: str, read_row: RowReader) -> Iterator[str]:
     """Yield a document for each row of JSON."""
     with unpacked(path, name) as file:
         for place, line in lines_of(file, name):
-            yield reading.document(json_object(line, place), place)
+            yield read_row(json_object(line, place), place)
 
 
-def read_json(path: Path, name: str, reading: Reading) -> Iterator[str]:
+def read_json(path: Path, name: str, read_row: RowReader) -> Iterator[str]:
     """Yield a document for each object in a list, or for each line where a file of JSON
     lines has this suffix."""
     with unpacked(path, name) as file:
@@ -186,15 +174,15 @@ def read_json(path: Path, name: str, reading: Reading) -> Iterator[str]:
         values = parse_json(content)
     except (ValueError, RecursionError) as error:
         if str(error).startswith("Extra data"):
-            yield from read_jsonl(path, name, reading)
+            yield from read_jsonl(path, name, read_row)
             return
         raise UserError(f"{name}: this is not JSON ({error})") from None
     if not isinstance(values, list):  # JSON lines of one line
         values = [values]
-    yield from texts_of(values, reading, name)
+    yield from texts_of(values, read_row, name)
 
 
-def text_of(row: dict, field: str, place: str, option: str = "--field") -> str:
+def text_of(row: dict, place: str, field: str, option: str = "--field") -> str:
     """Return the text in a field of a row. Raises UserError, which begins with
     `place`."""
     text = row.get(field)
@@ -207,7 +195,7 @@ def text_of(row: dict, field: str, place: str, option: str = "--field") -> str:
     return text
 
 
-def texts_of(rows: Iterable[Any], reading: Reading, name: str) -> Iterator[str]:
+def texts_of(rows: Iterable[Any], read_row: RowReader, name: str) -> Iterator[str]:
     """Yield the document of each row."""
     for number, row in enumerate(rows, 1):
         place = f"{name} row {number}"
@@ -215,7 +203,7 @@ def texts_of(rows: Iterable[Any], reading: Reading, name: str) -> Iterator[str]:
             raise UserError(
                 f"{place}: this is a {type(row).__name__}, not an object of JSON"
             )
-        yield reading.document(row, place)
+        yield read_row(row, place)
 
 
 def streamed(
@@ -235,7 +223,7 @@ def streamed(
             raise UserError(f"{name}: {problem} ({reason_of(error)})") from error
 
 
-def read_parquet(path: Path, name: str, reading: Reading) -> Iterator[str]:
+def read_parquet(path: Path, name: str, read_row: RowReader) -> Iterator[str]:
     """Yield a document for each row of a table."""
 
     def load(**options: Any) -> Iterable[dict]:
@@ -245,11 +233,11 @@ def read_parquet(path: Path, name: str, reading: Reading) -> Iterator[str]:
         return load_dataset("parquet", data_files=file, split="train", **options)
 
     rows = streamed(load, name, "parquet cannot be read from it")
-    yield from texts_of(rows, reading, name)
+    yield from texts_of(rows, read_row, name)
 
 
 def hub_rows(
-    name: str, repository: str, config: str | None, split: str, reading: Reading
+    name: str, repository: str, config: str | None, split: str, read_row: RowReader
 ) -> Corpus:
     """Return a split of a dataset on the Hugging Face hub, streamed. name: the name of
     the dataset here."""
@@ -278,11 +266,11 @@ def hub_rows(
         source["config"] = config
     files = f"python data/prepare.py {name} --source FILE.parquet ..."
     rows = streamed(load, repository, f"the hub failed; or pass files: {files}")
-    return Corpus(texts_of(rows, reading, repository), [source])
+    return Corpus(texts_of(rows, read_row, repository), [source])
 
 
 def downloaded_file(
-    name: str, url: str, readers: dict[str, Reader], reading: Reading
+    name: str, url: str, readers: dict[str, Reader], read_row: RowReader
 ) -> Corpus:
     """Return the documents of the file at an address."""
 
@@ -301,7 +289,7 @@ def downloaded_file(
                     f"{url}: {reason_of(error)}; get it elsewhere, then: "
                     f"python data/prepare.py {name} --source FILE"
                 ) from error
-            yield from read(path, url, reading)
+            yield from read(path, url, read_row)
 
     return Corpus(documents(), [{"url": url}])
 
