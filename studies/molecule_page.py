@@ -174,6 +174,7 @@ def judged(claim: Claim, rows: Rows) -> dict | None:
         "p": p,
         "p_rank": None,
         "ranks": False,
+        "no_verdict": "",
         "verdict": "",
     }
 
