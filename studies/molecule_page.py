@@ -105,8 +105,9 @@ def reported_rows(file: Path) -> Rows:
     return rows
 
 
-def titles_of() -> dict[str, str]:
-    """Return what each system is, by its name in rows."""
+def titles_of(rows: Rows) -> dict[str, str]:
+    """Return what each system is, by its name in rows; of the encoder the one that was
+    trained."""
     experiment, _ = load_runs()
     titles = {}
     for name in systems_of(experiment):
@@ -114,7 +115,16 @@ def titles_of() -> dict[str, str]:
         config = experiment.config(RECIPE, run_config, 0, run_config.untuned)
         titles.setdefault(system_of(config.model), run_config.description)
     titles[ENCODERS[0]] = "encoder, best of three losses"
+    for system, measures in rows.items():
+        name, _ = name_and_rate(next(iter(measures.values())))
+        titles[system] = experiment.recipes[RECIPE][name].description
     return titles
+
+
+def name_and_rate(row: dict) -> tuple[str, str]:
+    """Return the run config of a row's run, and Muon's rate."""
+    name, _, rest = Path(row["run"]).name.partition("_muon_lr")
+    return name, rest.partition("_")[0]
 
 
 # ---- claims --------------------------------------------------------------------------
@@ -217,17 +227,18 @@ def likelihood_table(rows: Rows, titles: dict[str, str]) -> list[str]:
     lines = []
     for system, title in titles.items():
         measures = rows.get(system, {})
-        parameters = "".join(
-            f"{row['parameters']:,}" for row in list(measures.values())[:1]
-        )
-        cells = [title, parameters]
+        cells = [title, "", ""]
+        if measures:
+            row = next(iter(measures.values()))
+            cells = [title, f"{row['parameters']:,}", name_and_rate(row)[1]]
         for name in ("test", "scaffolds"):
             for order in ("l2r", "random"):
                 row = measures.get(f"nats_{name}_{order}")
                 impossible = {"gpt": "random", ENCODERS[0]: "l2r"}.get(system)
                 cells.append("" if order == impossible else nats_cell(row))
         lines.append(cells)
-    head = ["nats a molecule", "parameters", "test, left to right", "test, any order"]
+    head = ["nats a molecule", "parameters", "Muon's rate"]
+    head += ["test, left to right", "test, any order"]
     head += ["scaffolds, left to right", "scaffolds, any order"]
     return markdown_table(head, lines)
 
@@ -378,7 +389,7 @@ def page(
     """Write the page and its drawings from the rows of runs that are measured."""
     _, claims = load_runs()
     rows = reported_rows(file)
-    titles = titles_of()
+    titles = titles_of(rows)
     lines = [
         "# Molecules: which order writes them, and what can left to right not do?",
         "",

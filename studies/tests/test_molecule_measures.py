@@ -302,12 +302,21 @@ def test_the_page_has_verdicts_tables_and_drawings(tmp_path):
     assert "by what follows: -20.0% ± 4.3%, **opposite**." in text
     assert " 26.00 ± 0.10 |" in text
     assert "| CharRNN (published)" in text
+    assert "808,232 |        0.02 |" in text
     assert "**Not run yet.** encoder, best of three losses; " in text
     assert (
         "![a hole of 3 to 8 letters in the middle, filled in](molecules/hole.svg)"
         in text
     )
     assert (folder / "hole.svg").read_text().count("<svg") >= 1
+
+
+def test_the_encoder_is_named_by_its_loss():
+    rows = {"encoder": {"x": row_of("encoder_k", "x")}}
+    titles = molecule_page.titles_of(rows)
+    assert titles["encoder"] == "encoder, loss weighted by n / k"
+    assert list(titles) == ["mask_query", "gpt", "encoder", "rotary", "adaln"]
+    assert molecule_page.titles_of({})["encoder"] == "encoder, best of three losses"
 
 
 def test_a_claim_is_of_the_most_samples():
