@@ -348,8 +348,7 @@ def drawing(examples: Sequence[Sequence[str]]) -> str:
     legends = []
     for masked, filling, truth in examples:
         molecules += [read_molecule(truth), read_molecule(filling) or Chem.Mol()]
-        is_valid = read_molecule(filling) is not None
-        legends += [masked, filling if is_valid else f"no molecule: {filling}"]
+        legends += [masked, filling]
     return Draw.MolsToGridImage(
         molecules, molsPerRow=4, subImgSize=(260, 200), legends=legends, useSVG=True
     )
@@ -373,8 +372,9 @@ def write_drawings(rows: Rows, folder: Path) -> list[str]:
             lines += [
                 f"![{words}, filled in]({folder.name}/{file.name})",
                 "",
-                f"Missing: {words}. Left the molecule, right a filling "
-                f"({best['system']}, {mode}).",
+                f"Missing: {words}. The first {DRAWN} test molecules, and right of "
+                f"each its filling ({best['system']}, {mode}); nothing where it is no "
+                "molecule.",
                 "",
             ]
     return lines
