@@ -48,6 +48,7 @@ def source_files(paths: Iterable[Path], readers: dict[str, Reader]) -> tuple[Pat
         if path.is_dir():
             inside = [p for p in path.rglob("*") if not is_hidden(p.relative_to(path))]
         elif path.exists() or not glob.has_magic(str(path)):
+            path.stat()  # raises FileNotFoundError here, before any work
             files.append(path)
             continue
         else:
