@@ -131,12 +131,10 @@ class ModelConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Return the number of heads of keys, and of values."""
         return self.n_kv_head or self.n_head
 
     @property
     def mlp_dim(self) -> int:
-        """Return the width of the hidden layer of the MLP."""
         return self.mlp_width or 4 * self.n_embd
 
     @property
@@ -340,7 +338,6 @@ class RMSNorm(nn.RMSNorm):
     fused kernel needs them."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the norm of x (..., D)."""
         dtype = self.weight.dtype if x.is_cuda else x.dtype
         x = x.to(dtype)
         weight = self.weight.to(dtype)
@@ -348,7 +345,6 @@ class RMSNorm(nn.RMSNorm):
 
 
 def make_norm(c: ModelConfig) -> nn.Module:
-    """Return the norm of the residual stream that the configuration asks for."""
     if c.norm == "layernorm":
         return nn.LayerNorm(c.n_embd, eps=c.norm_eps, bias=c.norm_bias)
     return RMSNorm(c.n_embd, eps=c.norm_eps)

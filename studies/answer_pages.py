@@ -47,7 +47,6 @@ def exact_cell(entry: dict, decoder: str) -> str:
 
 
 def task_table(entries: Entries) -> list[str]:
-    """Return a line for every system and decoder."""
     lines = []
     for name, entry in entries.items():
         for decoder in decoders_of(entry):

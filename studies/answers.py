@@ -73,7 +73,6 @@ class Answers:
     limit: float | None
 
     def summary(self) -> dict:
-        """Return the results over all rows: exact match, cost and time."""
         right = [float(record["right"]) for record in self.records]
         share, error = mean_and_error(right)
         return {

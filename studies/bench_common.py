@@ -168,7 +168,6 @@ def publish(
 
 
 def listed(names: dict[str, str]) -> str:
-    """Return names and their descriptions, for --help."""
     return ". ".join(f"{name}: {description}" for name, description in names.items())
 
 
@@ -186,6 +185,5 @@ def spread_of(values: list[float]) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done everything that is queued."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

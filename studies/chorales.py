@@ -49,7 +49,6 @@ class ChoralesDataset(Dataset):
     predict: tuple[str, ...] = ()  # voices; the others are the prompt; none: all
 
     def corpora(self, request: Request) -> dict[str, Corpus]:
-        """Return the crops of each split, not read yet."""
         whole = super().corpora(request)["train"]
         source = whole.description[0]
         name = str(next(iter(source.values())))  # of the file

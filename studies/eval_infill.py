@@ -94,7 +94,6 @@ class Arguments(ModelOptions, ReportOptions, SplitOption):
 
 
 def main() -> None:
-    """Evaluate the infilling of the runs of the command line."""
     a = tyro.cli(
         with_help(Arguments), prog="python -m studies.eval_infill", description=__doc__
     )

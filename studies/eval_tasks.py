@@ -54,7 +54,7 @@ COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding(DecodingOptions):
-    """By default --mode confidence, and l2r for a plain GPT."""
+    """Decoding options, by default --mode confidence, and l2r for a plain GPT."""
 
     temperature: Temperature | None = None
     """By default 0 (the most probable token)."""

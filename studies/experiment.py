@@ -53,7 +53,7 @@ class RunConfig:
 
     @property
     def untuned(self) -> Values:
-        """The middle of the grid."""
+        """Return the middle of the grid."""
         middle = {}
         for key, values in self.tune.items():
             middle[key] = values[len(values) // 2]
@@ -202,7 +202,7 @@ class Experiment:
 
     @property
     def run_configs(self) -> list[str]:
-        """Names of the run configs of all recipes, each once."""
+        """Return the names of the run configs of all recipes, each once."""
         names: dict[str, None] = {}
         for run_configs in self.recipes.values():
             names.update(dict.fromkeys(run_configs))

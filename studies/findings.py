@@ -129,7 +129,6 @@ def measure_speeds(experiment: Experiment) -> None:
 
 
 def write_pages() -> None:
-    """Write the pages of all experiments that have results."""
     for name in experiment_names():
         if pages.has_results(name):
             write_pages_of(*pages.load_results(name))
@@ -153,13 +152,11 @@ def write_targets_page() -> None:
 
 
 def write_front_figures() -> None:
-    """Write the figures of the front pages."""
     for name, make in FRONT_FIGURES.items():
         write_image(pages.RESULTS.parent / name, make())
 
 
 def write_pages_of(experiment: Experiment, recipes: Recipes) -> None:
-    """Write the pages of an experiment, with their figures."""
     claims = pages.judgements(experiment, recipes)
     for page in pages.pages_of(experiment, recipes):
         if experiment.figure_on_page:

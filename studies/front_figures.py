@@ -79,7 +79,6 @@ def conditioning_figure() -> bytes:
 
 
 def draw_losses(axes, data: DataSet) -> None:
-    """Draw the differences of a data set."""
     experiment, recipes = load_results(data.experiment)
     entries = recipes[data.recipe]
     for row, name in enumerate(WAYS):
@@ -113,7 +112,6 @@ def draw_difference(
     filled: bool = False,
     limit: float | None = None,
 ) -> None:
-    """Draw the difference of a run config from the encoder, with its interval."""
     claim = difference(experiment, entries, name)
     mean = claim["mean"]
     half_width = claim["half_width"]

@@ -180,7 +180,7 @@ class Case(NamedTuple):
 
 
 def random_case(seed):
-    """Mostly changed files."""
+    """Return a case by its seed; most change a file."""
     rng = random.Random(seed)
     kind = rng.choice(["file"] * 5 + ["option"] * 3)
     if kind == "file":
@@ -371,7 +371,7 @@ class Campaign:
             )
 
     def changed(self, case, folder, rng):
-        """A file is changed, or an option has an odd value."""
+        """Change a file of the folder, or give an option an odd value."""
         main, arguments, _ = COMMANDS[case.command]
         arguments = arguments.split()
         if case.kind == "file":
@@ -421,7 +421,7 @@ TEXTS = {
 
 
 def write_release():
-    """The run's weights as a release of AO-GPT has them."""
+    """Write the run's weights in the layout of AO-GPT's releases."""
     model = load_model("run")
     ours = dict(model.named_parameters())
     names = gpt_names(model.config.n_layer, "transformer.final_layer.").items()

@@ -36,7 +36,6 @@ class Made(Dataset):
     tokenizer: str = "bytes"
 
     def corpora(self, request: Request) -> dict[str, Corpus]:
-        """Return the documents of each split, not made yet."""
         corpora = {}
         for place, split in enumerate(self.splits):
             count = self.numbers[place]
@@ -74,7 +73,6 @@ class Shuffled(Dataset):
     """Text of the user's in chunks whose characters are in random order."""
 
     def corpora(self, request: Request) -> dict[str, Corpus]:
-        """Return the chunks of each split, not read yet."""
         corpora = super().corpora(request)
         for seed, (split, corpus) in enumerate(corpora.items()):
             facts = {"shuffled": SHUFFLED, "seed": seed}

@@ -153,7 +153,6 @@ def ends_of(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Convert the file of the command line."""
     tyro.cli(convert, prog="python -m studies.gguf_folder")
 
 

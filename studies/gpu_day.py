@@ -390,7 +390,6 @@ def prepare(o: Options, folder: str, tokenizer: str) -> Job:
 
 
 def run_options(o: Options, folder: str, name: str) -> str:
-    """Return the options of train.py that all runs share."""
     sizes = (
         "--model.block-size 512 --train.batch-size 128 --train.micro-batch-size 32 "
         "--optim.warmup-steps 100 --eval.sequences 256"

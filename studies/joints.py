@@ -167,7 +167,6 @@ def draw(results: Path = RESULTS, out: Path = FIGURE) -> None:
 
 
 def main() -> None:
-    """Command line."""
     commands = {"run": run, "draw": draw}
     tyro.extras.subcommand_cli_from_dict(
         commands, prog="python -m studies.joints", description=__doc__

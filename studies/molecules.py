@@ -213,7 +213,6 @@ def cells(values: Sequence[float]) -> str:
 
 
 def main() -> None:
-    """Command line."""
     commands = {
         "prepare": prepare,
         "ruler": ruler,

@@ -55,7 +55,7 @@ class Statistics(pickle.Unpickler):
 
 
 def as_bytes(text: str, encoding: str) -> bytes:
-    """Return how a pickle of Python 2's protocol keeps bytes."""
+    """Return a text as the bytes that a pickle of Python 2 meant by it."""
     return text.encode(encoding)
 
 
@@ -66,7 +66,6 @@ class Moses:
     wheel: Path
 
     def read(self, name: str) -> bytes:
-        """Return the bytes of a file of the wheel."""
         with zipfile.ZipFile(self.wheel) as archive:
             return archive.read(name)
 
@@ -207,7 +206,6 @@ def scaffolds(molecules: Iterable) -> Counter:
 
 
 def cosine(a: Counter, b: Counter) -> float:
-    """Return the cosine of the angle between two vectors of counts."""
     product = sum(count * b[key] for key, count in a.items())
     if not product:
         return 0.0

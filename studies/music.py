@@ -43,7 +43,6 @@ class Arguments(OutputOptions):
 
 
 def main() -> None:
-    """Write the music of the command line's samples."""
     a = tyro.cli(with_help(Arguments), description=__doc__)
     if not (a.midi or a.svg):
         raise UserError("give --midi FILE, --svg FILE or both")

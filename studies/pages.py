@@ -129,7 +129,6 @@ def not_run(experiment: Experiment, recipes: Recipes) -> list[str]:
 
 
 def has_results(name: str) -> bool:
-    """Return whether a run config of an experiment has all its rows."""
     try:
         load_results(name)
     except MissingRow:
@@ -592,7 +591,6 @@ def main_table(experiment: Experiment, recipes: Recipes) -> list[str]:
 
 
 def is_measured(kind: str, recipes: Recipes) -> bool:
-    """Return whether some run has this loss or measure."""
     for entries in recipes.values():
         for entry in entries.values():
             if any(figure_of(row, kind) for row in entry["runs"]):
@@ -801,8 +799,8 @@ def overview() -> str:
         for page in pages_of(experiment, recipes):
             row = page.experiment.row
             link = f"[{page.experiment.title}]({page.name}.md)"
-            found = filled(row.get("found", ""), page.experiment, page.recipes)
-            rows[row["theme"]].append([link, found, how_sure(page, claims)])
+            answer = filled(row.get("found", ""), page.experiment, page.recipes)
+            rows[row["theme"]].append([link, answer, how_sure(page, claims)])
     head = ["", "question", "found", "how sure"]
     lines = []
     for theme, of_theme in rows.items():

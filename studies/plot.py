@@ -24,14 +24,11 @@ COLUMNS = 3  # panels side by side
 
 @dataclass(frozen=True, kw_only=True)
 class PlotOptions(OutputOptions):
-    """The options of the command line."""
-
     runs: tyro.conf.Positional[tuple[Path, ...]]  # run folders, such as out/NAME
     out: Path = Path("out/compare.png")  # the PNG to write
 
 
 def main() -> None:
-    """Draw the runs of the command line and write the figure."""
     o = tyro.cli(
         with_help(PlotOptions), prog="python -m studies.plot", description=__doc__
     )

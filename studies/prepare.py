@@ -50,15 +50,12 @@ DATASETS = datasets()
 
 @dataclass(frozen=True)
 class PrepareStudy(Prepare):
-    """The command line of this script."""
-
     name: Annotated[str, tyro.conf.arg(help=NAMES)]
     predict: tuple[Literal[VOICES], ...] = ()
     """chorales: the voices to predict; the others are the prompt. By default all."""
 
 
 def main() -> None:
-    """Prepare the dataset of the command line."""
     prepare_study(library.parse(PrepareStudy, "python -m studies.prepare", __doc__))
 
 

@@ -121,7 +121,7 @@ def log_probs_of_ours(model: aogpt.TextModel, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def log_probs_of_theirs(model, tokens: Tensor) -> Tensor:
-    """Return the same of a model of `transformers`."""
+    """Return log p of each token but the first, (B, T - 1), by `transformers`."""
     log_probs = model(tokens).logits[:, :-1].double().log_softmax(dim=-1)
     return log_probs.gather(2, tokens[:, 1:, None]).squeeze(2)
 

@@ -2,6 +2,7 @@
 studies.pretrained put together, by the name of each report."""
 
 import math
+import re
 import statistics
 
 import torch
@@ -67,7 +68,6 @@ Z = 1.96  # half of a normal 95% interval, in standard errors
 
 
 def page(rows: dict) -> str:
-    """Return the page as Markdown."""
     sections = [
         head(rows),
         before_and_after(rows),
@@ -93,7 +93,6 @@ def table(head: list[str], cells: list[list[str]], left: int = 1) -> str:
 
 
 def tokens_of(rows: dict, report: str = "long_books") -> int:
-    """Return the tokens that the adapter of a report was trained on."""
     step = rows[report]["checkpoint"]["B"]["step"]
     return step * rows["long"]["tokens_a_step"]
 
@@ -182,7 +181,6 @@ def change_of(difference: dict, sign: int = 1) -> str:
 
 
 def equal_budget(rows: dict) -> str:
-    """Return the table of two adapters that were trained on equally many tokens."""
     report = rows["budget_books"]
     tokens = report["checkpoint"]["A"]["step"] * rows["long"]["tokens_a_step"]
     cells = []
@@ -329,7 +327,6 @@ def by_resampling(rows: dict) -> str:
 
 
 def worth_of_right_side(rows: dict) -> str:
-    """Return what the text after a gap is worth to each adapter."""
     cells = []
     for report, (text, orders) in INFILLED.items():
         if report in rows and orders != "untouched":
@@ -374,10 +371,10 @@ def sentences(rows: dict) -> str:
     adapter_resampled = rows.get("fill_adapter_resampling")
     cells = []
     for number, row in enumerate(plain["rows"]):
-        cells.append([row["sentence"], row["fillings"][0]])
+        cells.append([row["sentence"], gap_of(row)])
         for other in (adapter_resampled, adapter):
             if other:
-                cells[-1].append(other["rows"][number]["fillings"][0])
+                cells[-1].append(gap_of(other["rows"][number]))
     head = ["sentence", "untouched, by resampling"]
     sizes = [row["effective_sample_size"] for row in plain["rows"]]
     whole = rows["whole"]["rows"]
@@ -407,8 +404,13 @@ def sentences(rows: dict) -> str:
     return section(title, table(head, cells, left=len(head)), text)
 
 
+def gap_of(row: dict) -> str:
+    """Return what the best filling of a sentence has in the place of its mask."""
+    before, after = re.split(r"\[MASK:\d+-\d+\]", row["sentence"])
+    return row["fillings"][0].removeprefix(before).removesuffix(after).strip()
+
+
 def median_size(rows: list[dict]) -> float:
-    """Return the median effective sample size of fillings."""
     return statistics.median(row["effective_sample_size"] for row in rows)
 
 

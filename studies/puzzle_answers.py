@@ -11,7 +11,6 @@ from studies.puzzles import TASKS
 
 
 def main() -> None:
-    """Answer the tasks of the command line."""
     eval_tasks.main(TASKS)
 
 

@@ -114,7 +114,7 @@ class Arguments:
 
     @property
     def limit(self) -> int | None:
-        """Sequences of each set; None for all."""
+        """Return the number of sequences of each set to score; None for all."""
         return self.max_sequences or (QUICK_SEQUENCES if self.quick else None)
 
     @property

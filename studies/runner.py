@@ -333,7 +333,6 @@ class Runner:
         success = self.experiment.tune_by_success
 
         def runs(tuned: Values) -> list[tuple[Config, list[list[str]]]]:
-            """Return the tuning runs, with the commands that measure them."""
             runs = []
             for one in run_configs:
                 for seed in self.experiment.tuning_seeds:
@@ -373,7 +372,6 @@ class Runner:
     def commands(
         self, recipe: str, run_config: RunConfig, config: Config
     ) -> list[list[str]]:
-        """Return the commands that measure a run."""
         places = {
             "run": config.run_folder,
             "data": config.data.folder,
@@ -388,7 +386,6 @@ class Runner:
         return commands
 
     def run(self, recipe: str, run_config: RunConfig, seed: int, tuned: Values) -> dict:
-        """Return the result of a run with the experiment's measures."""
         config = self.experiment.config(recipe, run_config, seed, tuned, self.quick)
         commands = self.commands(recipe, run_config, config)
         return self.result(recipe, config, commands)

@@ -102,7 +102,6 @@ def trained_by(config: Config) -> str:
 
 
 def beside(config: Config, suffix: str) -> Path:
-    """Return a file beside the run's folder."""
     return config.run_folder.with_name(config.name + suffix)
 
 

@@ -182,7 +182,6 @@ def main() -> None:
 
 
 def commit_of(folder: Path) -> str:
-    """Return the commit of a checkout, with "-dirty" if files have changed."""
     words = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
     described = subprocess.run(words, capture_output=True, text=True)
     return described.stdout.strip() or "unknown"

@@ -82,7 +82,7 @@ class Soak:
         return self.jobs[-1]
 
     def write(self, case, config, ended, backs, redone, exact=True):
-        """A row. ended: whether the job ended as it should. backs: seconds until it
+        """Add a row. ended: whether the job ended as it should. backs: seconds until it
         came back from each disturbance. redone: steps. exact: the end is that of the
         undisturbed run of two processes, bit for bit; else its losses are close to
         those of one process."""
@@ -109,7 +109,7 @@ class Soak:
 
 
 def killed(soak, parallel):
-    """Ranks are killed again and again; torchrun starts all again."""
+    """Kill ranks again and again; torchrun starts all again each time."""
     count = soak.arguments.kills
     config = soak.config(parallel, "killed")
     job = soak.start(config, f"--max-restarts={count}")
@@ -122,7 +122,7 @@ def killed(soak, parallel):
 
 
 def hung(soak, parallel, moment):
-    """A process stops (SIGSTOP); the other one ends in an error, torchrun kills the
+    """Stop a process (SIGSTOP): the other one ends in an error, torchrun kills the
     first and starts both again."""
     config = soak.config(parallel, "hung", timeout=15.0)
     rng = soak.random()
@@ -144,7 +144,7 @@ def hung(soak, parallel, moment):
 
 
 def stopped(soak, parallel):
-    """SIGTERM to one rank, then to torchrun; the same command goes on each time."""
+    """SIGTERM a rank, then torchrun; the same command goes on each time."""
     config = soak.config(parallel, "stopped")
     rng = soak.random()
     backs = []
@@ -169,7 +169,7 @@ def stopped(soak, parallel):
 
 
 def other_numbers(soak):
-    """torchrun alone is killed: its processes end, too. Then 1, 4 and 2 processes."""
+    """Kill torchrun alone: its processes end, too. Go on with 1, 4 and 2 processes."""
     config = soak.config("ddp", "numbers")
     rng = soak.random()
     backs = []

@@ -305,7 +305,6 @@ def quality_cells(row: dict) -> list[str]:
 
 
 def page(rows: dict[str, dict]) -> str:
-    """Return TEMPLATE with its tables and numbers."""
     acceptance = rows["acceptance"]
     groups = grouped(acceptance["by_distance"])
     numbers = {

@@ -88,7 +88,6 @@ def main() -> None:
 
 
 def train(benchmark: Experiment, a: Arguments) -> None:
-    """Train run configs; print their results."""
     results = Results(file_of(benchmark, ".runs.jsonl"))
     experiment = only(benchmark, a.run_configs)
     runner = Runner(experiment, results, jobs=a.jobs, processes=a.processes)
@@ -355,7 +354,6 @@ def tokens_of(entry: dict) -> int:
 
 
 def losses_of(entry: dict) -> dict[int, float]:
-    """Return the loss under the training orders by seed."""
     losses = {}
     for row in ended(entry):
         losses[row["seed"]] = row["losses"]["training"][-1]

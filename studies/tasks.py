@@ -198,7 +198,6 @@ def decode(config: Config, options: DecodingOptions, limit: int | None) -> dict:
 
 
 def write_page(tasks: dict[str, Experiment], decoders: dict[str, str]) -> None:
-    """Write the page and the figure of all tasks that have results."""
     results = load_results(tasks, decoders)
     image = figure(results)
     file = RESULTS / "tasks.png"
