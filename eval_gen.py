@@ -212,24 +212,8 @@ def report_of(result: dict) -> list[str]:
     return [*head, *lines_of(result)]
 
 
-def legend() -> str:
-    """Return the meanings of the columns of the table."""
-    meanings = []
-    for measure in MEASURES.values():
-        if measure.title is not None and measure.meaning:
-            meanings.append(f"{measure.title}: {measure.meaning}")
-    return (
-        "Sampler: the --mode. Perplexity: exp of all nats "
-        "over all scored tokens, with a 95% interval over samples; of a sample: the "
-        "mean of the samples' own. The other columns are means over samples; "
-        f"{'; '.join(meanings)}; different: how many samples differ. NFE: "
-        "model calls of a sample, none for a step that unmasks nothing. Seconds: to "
-        "generate all samples of a row."
-    )
-
-
 def lines_of(result: dict) -> list[str]:
-    """Return the report: judge, table, legend and notes."""
+    """Return the report: judge, table and notes."""
     judge = result["judge"]
     columns = table_columns()
     rows = [{**row["sampler"], **row} for row in result["rows"]]
@@ -240,7 +224,7 @@ def lines_of(result: dict) -> list[str]:
         "",
         *table(columns, rows),
         "",
-        legend(),
+        "What the columns are: docs/evaluation.md#generation-quality",
     ]
     shown = {"mode"}
     shown.update(column.value for column in columns if column.value is not name_of)

@@ -194,7 +194,6 @@ def test_a_token_rule_is_a_field_and_where_it_truncates(project):
     assert [s["tokens"] for s in samples] == [s["tokens"] for s in greedy]
     # It is named wherever samples are reported.
     words = ["out/run", "--mode", "l2r", "--length", 16, *rule]
-    assert "above_mean 1.25" in project.run("sample.py", *words)
     judged = ["--judge", "out/run", "--num-samples", 2]
     assert "above_mean 1.25" in project.run("eval_gen.py", *words, *judged)
 

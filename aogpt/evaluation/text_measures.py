@@ -51,28 +51,15 @@ class Measure:
     function: Callable[[Sequence[int]], float | None]  # of the sample's tokens
     title: str | None = None  # of its column in the table; None: it has none
     form: str = ".3f"  # how the table writes it
-    meaning: str = ""  # its entry in the legend below the table
 
 
 # By their names in the JSON file.
 MEASURES = {
-    "entropy": Measure(
-        unigram_entropy,
-        title="entropy",
-        meaning="of a sample's histogram of tokens, nats",
-    ),
+    "entropy": Measure(unigram_entropy, title="entropy"),
     "distinct_1": Measure(lambda tokens: distinct(tokens, 1)),
-    "distinct_2": Measure(
-        lambda tokens: distinct(tokens, 2),
-        title="distinct-2",
-        meaning="different pairs / pairs",
-    ),
+    "distinct_2": Measure(lambda tokens: distinct(tokens, 2), title="distinct-2"),
     "distinct_3": Measure(lambda tokens: distinct(tokens, 3)),
-    "repetition_4": Measure(
-        repetition,
-        title="repeated",
-        meaning="the share of 4-grams that occurred before",
-    ),
+    "repetition_4": Measure(repetition, title="repeated"),
 }
 
 
