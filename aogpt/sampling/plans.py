@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..orders import inverse_permutation, orders_at, parse_order
 from ..runtime.errors import UserError
-from ..runtime.validation import Amount, Count, check_value, check_values
+from ..runtime.validation import Amount, Count, check_values
 from .scores import ALL_SCORES, RuleScore, rule_of
 
 # The tokens of a sample, None where they are to be generated.
@@ -208,7 +208,8 @@ class Samples:
 
     def in_groups(self, key: Tensor, group: int) -> Plan:
         """Return the plan of the positions by rising key, `group` in a step."""
-        check_value(group, Count, "group")
+        if group < 1:
+            raise UserError(f"group is {group}; give at least 1")
         order, index = self.order_by(key)
         step = index // group
         return Plan(order, step.where(index >= 0, -1), self.length)
@@ -218,7 +219,8 @@ class Samples:
         generate."""
         if steps is None:
             return self.missing.clamp(min=1)[:, None]
-        check_value(steps, Count, "steps")
+        if steps < 1:
+            raise UserError(f"steps is {steps}; give at least 1")
         return torch.full((self.B, 1), steps)
 
 
@@ -319,7 +321,8 @@ def speculative_plan(samples: Samples, draft: Count = 8, order: str = "random") 
 
     Self-speculation (Guo & Ermon 2025): the same model drafts and verifies. order: as
     of `order_plan`."""
-    check_value(draft, Count, "draft")
+    if draft < 1:
+        raise UserError(f"draft is {draft}; give at least 1")
     return replace(order_plan(samples, order, group=draft), draft=draft)
 
 
