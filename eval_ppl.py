@@ -325,10 +325,11 @@ def evaluate(a: Arguments, procs: Processes) -> None:
                 document["differences"].append(gap)
             # After every task, so that a job that is killed loses none.
             save(part=True)
-    with outputs:  # raises an error if a file could not be written
-        save()
-        if procs.main:
-            show(*likelihood_lines(models, document), *notes, sep="\n")
+    if procs.main:
+        show(*likelihood_lines(models, document), *notes, sep="\n")
+    if a.json is not None:
+        with outputs:  # raises an error if a file could not be written
+            save()
 
 
 def main() -> None:
