@@ -413,9 +413,11 @@ class TextModel:
             places = rows[0].tolist()
             is_l2r = config.kind == "l2r"
         else:
-            places = order.tolist() if isinstance(order, Tensor) else order
+            if isinstance(order, Tensor):
+                order = order.tolist()
+            check_value(order, list[int], "order")
+            places = list(order)
             is_l2r = places == left_to_right
-            check_value(places, list[int], "order")
             if sorted(places) != left_to_right:
                 raise UserError(
                     f"order must be a permutation of 0..{length - 1}, a place for each "

@@ -200,6 +200,9 @@ def test_mistakes_are_told(books):
         (lambda: books.fill(["a"]), "there is no mask"),
         (lambda: books.fill(["a[MASK]"], temprature=1), "no option 'temprature'"),
         (lambda: books.rank(["a"]), "no alternatives"),
+        (lambda: books.score(["a b"], (1, 1)), "a permutation of 0..1"),
+        (lambda: books.score(["a b"], 1), "order is 1, but it must be a list"),
+        (lambda: plain.score(["ab"], (1, 0)), "plain GPT"),
         (lambda: plain.fill(["a[MASK]b"]), "plain GPT"),
         (lambda: plain.blanks(["a[MASK]b"]), "plain GPT"),
     ):
