@@ -46,7 +46,7 @@ class Sweep(DecodingOptions):
     mode: Annotated[tuple[str, ...], MODE_HELP] = ()
 
     def __post_init__(self):
-        check_values(self)
+        check_values(self, name=str)
         for mode in self.mode:
             modes.parse_mode(mode)
 

@@ -425,7 +425,7 @@ def fails(script):
         ([], "name a run (out/NAME)"),
         (
             ["RUN", "--mode", "mdm:steps=4", "l2r:steps=4"],
-            "--mode l2r:steps=4: 'steps' is not a setting of l2r",
+            "mode l2r:steps=4: 'steps' is not a setting of l2r",
         ),
         (["RUN", "--length", LENGTH + 1], f"give at most its block size, {LENGTH}"),
         (["ENCODER", "--mode", "speculative"], "needs causal attention"),

@@ -47,7 +47,7 @@ LENGTH = re.compile(r"\[MASK(?::0*([1-9]\d{0,8}))?\]")  # without leading zeros
 
 
 @functools.cache
-def parse_mode(text: str, option: str = "--mode") -> PlanFunction:
+def parse_mode(text: str, option: str = "mode") -> PlanFunction:
     """Return the plan function that NAME or NAME:argument=value,... means, such as
     mdm:steps=64,schedule=cosine. A mode along an order also takes the settings of the
     order: slots:block=8,group=4, or speculative:order=slots,block=8."""
@@ -168,7 +168,7 @@ class DecodingOptions(TokenChoice):
     GPU also take ragged attention and CUDA graphs."""
 
     def __post_init__(self):
-        check_values(self)
+        check_values(self, name=str)
         if self.mode is not None:
             parse_mode(self.mode)
 
