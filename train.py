@@ -40,27 +40,19 @@ from aogpt.data.loader import Meta, TokenDataset, file_record, find_dataset
 from aogpt.data.tokenizers import FILES, get_tokenizer
 from aogpt.orders import read_orders
 from aogpt.runtime.command_line import counted, run_script
-from aogpt.runtime.devices import autocast, deterministic, precision_note
+from aogpt.runtime.devices import autocast, deterministic
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import locked_for_all, sha256_file, write_text
 from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.randomness import DROPOUT, philox_bits
-from aogpt.systems import parameter_counts
 from aogpt.training import config as configuration
 from aogpt.training.batches import PendingLosses, micro_batches
-from aogpt.training.checkpoint import (
-    Saver,
-    State,
-    StopRequest,
-    better_of,
-    check_epochs,
-    start,
-)
-from aogpt.training.closing import closing_lines
+from aogpt.training.checkpoint import Saver, State, StopRequest, better_of, start
 from aogpt.training.config import Config
-from aogpt.training.metrics import TIME, Log, in_units, notes_on_records, size_notes
+from aogpt.training.metrics import Log
 from aogpt.training.optimizers import MAX_GRAD_NORM, learning_rate
 from aogpt.training.parallel import compiled, exchange_gradients, replicate
+from aogpt.training.summary import first_lines, last_line
 from aogpt.training.val_losses import best_by, evaluate, read_metrics
 
 if TYPE_CHECKING:  # half a second to import, which --help and one process do not need
@@ -123,7 +115,6 @@ def train(config: Config, procs: Processes) -> int:
         state = start(config, data.meta, procs)
         if data.end_given:
             state.model.exclude(data.meta["vocab_size"], data.meta["eot"])
-        check_epochs(epochs, data.num_blocks, config, state.progress)
         first_step = state.progress.step
         if state.progress.step < config.train.steps:
             if procs.main:
@@ -131,10 +122,11 @@ def train(config: Config, procs: Processes) -> int:
                 tokenizer = data.meta["tokenizer"]
                 if tokenizer in FILES:
                     get_tokenizer(tokenizer, folder=source).keep(folder)
-            print_summary(config, procs, state, data)
+            for line in first_lines(config, state, data):
+                procs.print0(line)
             training_loop(config, procs, state, data, val_data=val_data, stop=stop)
     records_end = data.of_records and not data.end_given
-    procs.print0(closing_lines(config, state.progress, first_step, records_end))
+    procs.print0(last_line(config, state.progress, first_step, records_end))
     return 0
 
 
@@ -189,8 +181,7 @@ def steps_of_minutes(
     steps = procs.gather(max(1, int(left / pace)))[0]
     procs.print0(
         f"{counted(steps, 'steps')} in {t.minutes:g} minutes: a step takes "
-        f"{in_units(seconds, TIME, digits=2)}, a validation "
-        f"{in_units(validation, TIME, digits=2)}"
+        f"{seconds:.2g} s, a validation {validation:.2g} s"
     )
     return steps
 
@@ -231,7 +222,6 @@ def training_loop(
             # The losses of the source's weights, before the first step changes them.
             validate(config, procs, state, val_data, log)
 
-        first_step = progress.step  # of this start
         while progress.step < t.steps and not stop.requested:
             step = progress.step
             for optimizer in state.optimizers:
@@ -244,8 +234,6 @@ def training_loop(
             # next step before it needs it.
             loss = torch.zeros((), device=procs.device)
             for micro_step in range(micro_steps):
-                if step == first_step:  # which can take minutes
-                    log.first_micro_steps(micro_step, micro_steps)
                 # Tokens (B, T) and their orders or masks: `make_batch` in batches.py.
                 batch = next(batches)
                 if has_peers:
@@ -267,7 +255,7 @@ def training_loop(
             # Adds to progress.sequences, tokens and skipped steps, and logs.
             log.count_and_log(losses.arrived())
             # All processes must stop, and save, after the same step.
-            stop.agree(config, progress, datasets)
+            stop.agree(progress, datasets)
             validates = val_data is not None and (
                 progress.step % config.eval.interval == 0 or progress.step == t.steps
             )
@@ -322,36 +310,6 @@ def update(state: State, loss: Tensor, norm: Tensor) -> None:
         optimizer.zero_grad(set_to_none=True)
     state.average.update(finite)
     state.progress.step += 1
-
-
-def print_summary(
-    config: Config, procs: Processes, state: State, data: TokenDataset
-) -> None:
-    """Print the size of the model, the data, and the folder of the run."""
-    t = config.train
-    counts = parameter_counts(state.model)
-    parts = ", ".join(f"{part} {count:,}" for part, count in counts.items())
-    procs.print0(f"parameters: {sum(counts.values()):,} ({parts})")
-    amount = f"{t.batch_size * data.block_size:,} tokens"
-    if data.of_records:
-        amount = f"{t.batch_size} examples"
-    left = t.steps - state.progress.step
-    sequences = state.progress.sequences + left * t.batch_size
-    epochs = sequences / data.num_blocks
-    procs.print0(
-        f"{counted(data.num_blocks, 'blocks')} of {data.block_size} tokens, {amount} a "
-        f"step, "
-        f"{in_units(epochs, ((1, 'epochs'),))}; run folder {config.run_folder}"
-    )
-    for note in data.meta.get("notes", []):
-        procs.print0(note)
-    for note in size_notes(config, epochs, procs.device):
-        procs.print0(note)
-    for note in notes_on_records(config, data):
-        procs.print0(note)
-    note = precision_note(t.dtype, procs.device, config.model.n_embd)
-    if note:
-        procs.print0(note)
 
 
 def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:

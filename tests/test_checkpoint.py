@@ -7,13 +7,11 @@ import json
 import os
 import pickle
 import random
-import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -170,10 +168,9 @@ def truncate(path, share):
     os.truncate(path, int(path.stat().st_size * share))
 
 
-def change_state(path, without=None, **changes):
+def change_state(path, **changes):
     """Another state.json with a checksum that fits."""
     contents = json.loads((path / "state.json").read_text()) | changes
-    contents.pop(without, None)
     contents["sha256"] = store.digest(contents)
     (path / "state.json").write_text(json.dumps(contents))
 
@@ -194,11 +191,6 @@ DAMAGES = {
         lambda p: change_state(p, format="aogpt-checkpoint-9"),
         "checkpoint-9",
     ),
-    "text for a number": (
-        lambda p: change_state(p, step="2"),
-        "step is '2', but it must be",
-    ),
-    "no key": (lambda p: change_state(p, without="best"), "it lacks best"),
     "a part elsewhere": (
         lambda p: change_state(p, parts={"../x": ""}),
         "../x is missing or not",
@@ -356,7 +348,7 @@ def test_a_pointer_to_what_is_not_a_checkpoint_of_the_run_is_a_clear_error(
     best = tmp_path / "run" / "best"
     best.write_text(text)
     with pytest.raises(
-        CheckpointError, match="step_00000009, which is gone|does not hold the name"
+        CheckpointError, match="step_00000009 is gone|does not hold the name"
     ):
         load(best)
 
@@ -454,37 +446,6 @@ def test_a_checkpoint_that_stays_damaged_is_told_without_advice_to_move_a_folder
     ) as error:
         load(tmp_path)
     assert "move" not in str(error.value)
-
-
-@pytest.mark.parametrize("blocked_name", ["step_00000001", "best"])
-def test_a_new_checkpoint_is_written_where_an_old_one_or_best_cannot_be_replaced(
-    tmp_path, monkeypatch, capsys, blocked_name
-):
-    save(tmp_path, 1, keep=1, best=1)
-    rename = os.rename
-    replace = os.replace
-
-    def fail(move):
-        def call(source, target):
-            if Path(source if blocked_name != "best" else target).name == blocked_name:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            move(source, target)
-
-        return call
-
-    monkeypatch.setattr(os, "rename", fail(rename))
-    monkeypatch.setattr(os, "replace", fail(replace))
-    save(tmp_path, 2, keep=1, best=2)
-    assert load(tmp_path).step == 2
-    (warning,) = capsys.readouterr().err.splitlines()
-    assert re.match(
-        f"warning: could not (remove the old|write) .*{blocked_name}", warning
-    )
-    assert "No space left" in warning
-    monkeypatch.undo()
-    save(tmp_path, 3, keep=1, best=2)
-    assert [store.step_of(path) for path in store.find(tmp_path)] == [2, 3]
-    assert load(tmp_path, checkpoint="best").step == 2
 
 
 def test_an_error_of_a_full_disk_names_the_file(tmp_path):

@@ -5,7 +5,6 @@ import copy
 import dataclasses
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -36,7 +35,7 @@ from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import sha256_file
 from aogpt.systems import build_model
 from aogpt.training import config as configuration
-from aogpt.training.checkpoint import best_on_resume, check_same_run
+from aogpt.training.checkpoint import check_same_run, known_best
 from aogpt.training.config import StageConfig
 from aogpt.training.warm_start import warm_start
 from convert import convert
@@ -144,12 +143,12 @@ def test_every_changed_key_is_printed_or_refused(finished, tmp_path, key):
         return
     check_same_run(now, meta, "PATH", values, say)
     path = store.path_of(config.run_folder, 20)
-    best, note = best_on_resume(now, meta, path, values)
+    best = known_best(now, meta, path, values, say)
     text = " ".join(said)
     assert f"{key} = " in text
     assert key == "schedule" or f"{key} = {value!r} (was" in text
-    assert re.search(expected, f"{text} {note}")
-    assert (best is None) == (ANEW in expected) == bool(note)
+    assert re.search(expected, text)
+    assert (best is None) == (ANEW in expected)
     if expected == FREE:
         assert text.endswith(")") and len(said) == 1, text
 
@@ -165,38 +164,14 @@ def test_other_prompts_of_the_validation_records_choose_the_best_again(finished)
     check_same_run(config, meta, "PATH", values, said.append)
     assert "the split val" in said[0]
     path = store.path_of(config.run_folder, 20)
-    best, note = best_on_resume(config, meta, path, values)
-    assert best is None
-    assert re.search(ANEW, note)
+    assert known_best(config, meta, path, values, said.append) is None
+    assert re.search(ANEW, said[-1])
 
 
-def test_epochs_after_another_batch_size_are_refused_with_the_steps_that_they_take(
-    data, tmp_path
-):
-    config = tiny_config(data, tmp_path, steps=6, eval__interval=0, checkpoint__keep=9)
-    train.train(change(config, train__batch_size=8), ALONE)
-    num_blocks = TokenDataset(data, "train", 16).num_blocks
-    more = change(config, train__batch_size=16, train__epochs=0.5)
-    steps = 6 + math.ceil((num_blocks / 2 - 6 * 8) / 16)
-    with pytest.raises(UserError, match=f"give --train.steps {steps}$"):
-        train.train(more, ALONE)
-    more = change(config, train__batch_size=8, train__epochs=0.1)
-    train.train(more, ALONE)
-    assert newest(config)["step"] == math.ceil(num_blocks / 80)
-
-
-@pytest.mark.parametrize(
-    "recorded, sizes",
-    some_slow(
-        itertools.product([True, False], [(8, 32), (32, 8), (8, 4, 16, 8)]),
-        lambda recorded, sizes: recorded == (len(sizes) == 4),
-        "other sizes",
-    ),
-)
+@pytest.mark.parametrize("sizes", [(8, 32), (8, 4, 16, 8)])
 def test_another_batch_size_neither_skips_nor_repeats_a_block_and_tokens_are_counted(
-    data, tmp_path, monkeypatch, sizes, recorded
+    data, tmp_path, monkeypatch, sizes
 ):
-    """recorded: whether the checkpoints hold the counts, which older ones do not."""
     config = tiny_config(data, tmp_path, steps=5, eval__interval=0)
     read = []
     blocks = TokenDataset.blocks
@@ -209,13 +184,6 @@ def test_another_batch_size_neither_skips_nor_repeats_a_block_and_tokens_are_cou
     for part, size in enumerate(sizes):
         steps = 5 * (part + 1)
         train.train(change(config, train__batch_size=size, train__steps=steps), ALONE)
-        if not recorded and not part:
-            path = store.find(config.run_folder)[-1]
-            state = json.loads((path / "state.json").read_text())
-            assert state.pop("sequences") == 5 * size
-            assert state.pop("tokens") == 5 * size * 16
-            state["sha256"] = store.digest(state)
-            (path / "state.json").write_text(json.dumps(state))
     total = 5 * sum(sizes)
     train_data = TokenDataset(data, "train", 16)
     expected = train_data.indices(7, 0, range(total), total).tolist()

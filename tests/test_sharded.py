@@ -115,7 +115,6 @@ def test_checkpoints_that_fail_on_any_process_are_named_and_cost_nothing_but_the
         said = f"warning: could not write {steps[step]}: "
         (line,) = [line for line in done.stderr.splitlines() if said in line]
         assert reason in line
-        assert f"the last good checkpoint is {steps[2]}" in line
     for key in ("loss", "val_loss_random"):
         assert metrics(config, key) == metrics(undisturbed, key)
         assert len(metrics(config, key)) >= 5
@@ -143,7 +142,7 @@ def test_the_best_that_is_lost_is_not_the_best(state, procs, monkeypatch):
     assert saver.written is None
     assert state.progress.best is None
     assert len(warnings) == 1
-    assert "no room; there is no earlier checkpoint" in warnings[0]
+    assert "no room. Is the disk full?" in warnings[0]
     assert not names(config.run_folder / "checkpoints"), "its remains take room"
 
 

@@ -11,7 +11,6 @@ read.
 The files are written to .step_00001000.tmp and flushed, then the folder is renamed: a
 kill leaves a whole checkpoint or none. No format here holds code."""
 
-import contextlib
 import hashlib
 import json
 import os
@@ -19,9 +18,9 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -30,7 +29,7 @@ from torch import Tensor
 from ..runtime.command_line import show, visible
 from ..runtime.errors import UserError, reason_of
 from ..runtime.files import sha256_file, sync, write_text
-from ..runtime.validation import Count, NonNegative, from_values, read_json
+from ..runtime.validation import read_json
 
 FORMAT = "aogpt-checkpoint-3"
 STATE = "state.json"
@@ -39,37 +38,9 @@ NONE_YET = ".no_checkpoint_yet"
 ADVICE = "use another checkpoint of the run"
 TRIES = 100  # to read a checkpoint of a run that is training and replaces it meanwhile
 
-SPLITS = NotRequired[dict[str, dict[str, Any]]]
-Average = TypedDict("Average", {"updates": NonNegative, "decay": float})  # noqa: UP013
-Best = TypedDict("Best", {"step": NonNegative, "loss": float})  # noqa: UP013
-
-
-class Data(TypedDict):
-    tokenizer: str
-    vocab_size: Count
-    splits: SPLITS
-
 
 class CheckpointError(UserError):
     """A checkpoint or file of weights that cannot be written, read or used."""
-
-
-class StateFile(TypedDict):
-    """The contents of state.json. A new key is NotRequired, or needs another FORMAT."""
-
-    step: NonNegative
-    model_config: dict[str, Any]
-    ema: Average
-    config: dict[str, Any]
-    data: Data  # meta.json of the dataset
-    best: Best | None
-    adapter: NotRequired[dict[str, Any] | None]  # of earlier versions' adapters
-    skipped: NonNegative
-    skipped_in_a_row: NonNegative
-    sequences: NotRequired[NonNegative]  # trained on so far
-    tokens: NotRequired[NonNegative]
-    tensors: dict[str, list[Any]]  # [dtype without "torch.", *shape] by name
-    parts: dict[str, str]  # sha256 by file
 
 
 def path_of(run_folder: Path, step: int) -> Path:
@@ -130,15 +101,7 @@ def candidates(run_folder: Path, checkpoint: str) -> list[Path]:
         raise CheckpointError(
             f"{run_folder} has no checkpoint {checkpoint!r}; it has {names}"
         )
-    path = choices[checkpoint]
-    # Read again: a running job names another before it removes this one.
-    if path == best and not path.is_dir() and best_of(run_folder) == best:
-        names = ", ".join(["last", *(name for name in choices if name != "best")])
-        raise CheckpointError(
-            f"the best checkpoint of {run_folder} was {path.name}, which is gone; give "
-            f"another --checkpoint: {names} (a resume of the run chooses the best anew)"
-        )
-    return [path]
+    return [choices[checkpoint]]
 
 
 def parts(folder: Path) -> list[Path]:
@@ -150,8 +113,8 @@ def write(
     run_folder: Path, values: dict, tensors: dict[str, Tensor], keep: int
 ) -> Path:
     """Write a checkpoint from this process alone, a file for each kind of tensor.
-    values: the contents of StateFile. keep: how many of the newest checkpoints stay,
-    besides the best. Raises OSError or SafetensorError."""
+    values: everything else, see `training.checkpoint.plain_values`. keep: how many of
+    the newest checkpoints stay, besides the best. Raises OSError or SafetensorError."""
     folder = temporary_of(path_of(run_folder, values["step"]))
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -214,38 +177,25 @@ def settle(run_folder: Path, values: dict, keep: int) -> None:
     """Update `best` and drop old checkpoints; a run that resumes does it again, after a
     kill."""
     best = path_of(run_folder, values["best"]["step"]) if values["best"] else None
-    with only_warned(f"write {run_folder}/best"):
-        # first, so that it never names a checkpoint that was dropped
-        if best and best.is_dir() and best_of(run_folder) != best:
-            write_text(Path(run_folder) / "best", best.name + "\n")
+    # first, so that it never names a checkpoint that was dropped
+    if best and best.is_dir() and best_of(run_folder) != best:
+        write_text(Path(run_folder) / "best", best.name + "\n")
     for old in find(run_folder, up_to=values["step"])[:-keep]:
         if old not in (best, best_of(run_folder)):
             # Renamed first: a folder that is half removed must not look like a
             # checkpoint.
             shutil.rmtree(temporary_of(old), ignore_errors=True)
-            with only_warned(f"remove the old checkpoint {old}"):
-                os.rename(old, temporary_of(old))
+            os.rename(old, temporary_of(old))
             shutil.rmtree(temporary_of(old), ignore_errors=True)
-
-
-@contextlib.contextmanager
-def only_warned(action: str) -> Iterator[None]:
-    """Turn an OSError into a warning: the newest checkpoint is complete without the
-    block."""
-    try:
-        yield
-    except OSError as error:
-        show(f"warning: could not {action}: {reason_of(error)}", file=sys.stderr)
 
 
 def remove_partial(run_folder: Path) -> None:
     """Remove files and folders that a killed process left half written or removed."""
     for path in (Path(run_folder) / "checkpoints").glob(".step_*.tmp"):
-        if step_of(Path(path.name[1:-4])) is not None:
-            shutil.rmtree(path, ignore_errors=True)
-    for path in Path(run_folder).glob(".*.tmp"):
-        if re.fullmatch(r"\..+\.[0-9a-f]{8}\.tmp", path.name):  # see runtime.files
-            path.unlink()
+        shutil.rmtree(path, ignore_errors=True)
+    eight_digits = "[0-9a-f]" * 8
+    for path in Path(run_folder).glob(f".*.{eight_digits}.tmp"):  # see runtime.files
+        path.unlink()
 
 
 def dtype_and_shape(tensor: Tensor) -> list:
@@ -269,7 +219,9 @@ def is_finite(tensor: Tensor) -> Tensor | bool:
     return extremes.isfinite().all()
 
 
-def read_values(path: Path, share: slice = slice(None), prefix: str = "") -> StateFile:
+def read_values(
+    path: Path, share: slice = slice(None), prefix: str = ""
+) -> dict[str, Any]:
     """Return the contents of state.json, after its checksum and those of the files have
     been verified. share: the files to verify, where several processes divide them.
     prefix: the beginning of the names of tensors that will be read; files of other
@@ -288,7 +240,6 @@ def read_values(path: Path, share: slice = slice(None), prefix: str = "") -> Sta
             raise CheckpointError(
                 f"{path} is of format {version}; this version reads {FORMAT}"
             )
-        contents = from_values(contents, StateFile, str(file), ADVICE)
         sums = contents["parts"]
         odd = sorted({part.name for part in parts(path)} ^ sums.keys())
         if odd:
@@ -308,13 +259,15 @@ def read_values(path: Path, share: slice = slice(None), prefix: str = "") -> Sta
 
 
 def read_newest(
-    run_folder: Path, read: Callable[[Path], Any], checkpoint: str = "last"
+    run_folder: Path,
+    read: Callable[[Path], Any],
+    checkpoint: str = "last",
+    warn: Callable[..., None] = show,
 ) -> tuple[Path, Any] | None:
     """Return the newest checkpoint that can be read, and read(path); None if the run
     has none. Skips damaged ones with a warning. Looks again if a running job has
     replaced a checkpoint meanwhile. checkpoint: see `candidates`. Raises
     CheckpointError if all are damaged."""
-    problems: list[str] = []
     for _ in range(TRIES):
         paths = candidates(run_folder, checkpoint)
         problems = []
@@ -322,36 +275,28 @@ def read_newest(
             try:
                 contents = read(path)
             except CheckpointError as error:
-                problems.append(str(error))
                 if not path.is_dir():
                     break
-            else:
-                for problem in problems:
-                    warn_damaged(problem)
-                return path, contents
-        else:
-            # An empty list can be of a moment when the only checkpoint was replaced.
-            if paths or not (Path(run_folder) / "checkpoints").is_dir():
-                break
-    if not problems:
-        return None
-    raise CheckpointError(
-        f"none of the {len(paths)} checkpoints in {run_folder} can be read: "
-        f"{problems[0]}"
-    )
+                problems.append(visible(error, one_line=True))
+                continue
+            for problem in problems:
+                warn(f"warning: {problem}; trying the one before it", file=sys.stderr)
+            return path, contents
+        if paths and len(problems) == len(paths):
+            raise CheckpointError(
+                f"none of the {len(paths)} checkpoints in {run_folder} can be read: "
+                f"{problems[0]}"
+            )
+    if paths:
+        raise CheckpointError(f"{paths[-1]} is gone; give another --checkpoint")
+    return None
 
 
-def warn_damaged(problem: str) -> None:
-    """Print why a checkpoint cannot be read, where the one before it is tried."""
-    warning = f"warning: {problem}; trying the one before it"
-    show(visible(warning, one_line=True), file=sys.stderr)
-
-
-def read_tensors(path: Path, values: StateFile, targets: dict[str, Tensor]) -> None:
+def read_tensors(path: Path, values: dict, targets: dict[str, Tensor]) -> None:
     """Fill tensors from a checkpoint, by name; of a DTensor this process's shard.
     Raises CheckpointError for a missing name, another shape or dtype, or an unreadable
     file."""
-    import torch.distributed.checkpoint as dcp
+    import torch.distributed.checkpoint as dcp  # takes a second
 
     for name, tensor in targets.items():
         stored = values["tensors"].get(name)
@@ -362,36 +307,25 @@ def read_tensors(path: Path, values: StateFile, targets: dict[str, Tensor]) -> N
             raise CheckpointError(
                 f"{name} is {stored} in {path}, but {expected} in the model"
             )
-    with reading(path), warnings.catch_warnings():
+    with warnings.catch_warnings():
         # not needed here
         warnings.filterwarnings("ignore", message="torch.distributed is")
         reader = dcp.HuggingFaceStorageReader(str(path))
-        dcp.load(targets, storage_reader=reader, no_dist=True)
+        try:
+            dcp.load(targets, storage_reader=reader, no_dist=True)
+        except (OSError, RuntimeError, dcp.CheckpointException) as error:
+            # RuntimeError: of torch.load
+            raise CheckpointError(
+                f"{path} cannot be read: {reason_of(error)}"
+            ) from error
 
 
-def read_all(path: Path, values: StateFile, prefix: str = "") -> dict[str, Tensor]:
+def read_all(path: Path, values: dict, prefix: str = "") -> dict[str, Tensor]:
     """Return the tensors whose names begin with a prefix, whole, by the rest of their
     names."""
-    import torch.distributed.checkpoint as dcp
-
-    with reading(path):
-        reader = dcp.HuggingFaceStorageReader(str(path))
-        metadata = reader.read_metadata().state_dict_metadata
     tensors = {}
-    for name, entry in metadata.items():
+    for name, (dtype, *shape) in values["tensors"].items():
         if name.startswith(prefix):
-            tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+            tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
     read_tensors(path, values, tensors)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-
-
-@contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Raise CheckpointError if a file in the block is missing or damaged."""
-    from torch.distributed.checkpoint import CheckpointException
-
-    try:
-        yield
-    except (OSError, RuntimeError, CheckpointException) as error:
-        # RuntimeError: of torch.load
-        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error

@@ -67,21 +67,6 @@ def cpu_has_bfloat16() -> bool:
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
-def precision_note(dtype: str, device: torch.device, width: int = 0) -> str:
-    """Return a note for the user where `auto` or a missing bfloat16 may surprise; or
-    ""."""
-    picked = pick_dtype(dtype, device, width)
-    if device.type == "cpu" and dtype == "auto" and picked == torch.bfloat16:
-        return (
-            "matrix products in bfloat16, which this CPU has; for float32: "
-            "--train.dtype float32"
-        )
-    expected = dtype != "float32" and (dtype, device.type) != ("auto", "cpu")
-    if expected and picked == torch.float32:
-        return f"no bfloat16 on {device}: everything is computed in float32"
-    return ""
-
-
 def autocast(device: torch.device, dtype: torch.dtype):
     """Return a context of mixed precision for matrix products in bfloat16, of no effect
     for float32."""

@@ -1,7 +1,6 @@
 """The checkpoints of a run: when it saves, what it saves, and how it goes on exactly
 (checkpoints/store.py writes and reads the files)."""
 
-import contextlib
 import math
 import os
 import shutil
@@ -9,7 +8,7 @@ import signal
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from .config import Config
 from .initial_weights import weights_to_start_from
 from .muon import local
 from .optimizers import EMA, allocate_state, make_optimizers, named_state
-from .val_losses import saved_losses, validation_orders
+from .val_losses import validation_orders
 
 # Keys and tables of the config and the data that cannot change when a run resumes.
 # model.dropout can; docs/training.md says what a change of the others does.
@@ -45,7 +44,7 @@ REFUSED = (
 
 @dataclass
 class Progress:
-    """The progress of a run. Its fields are keys of checkpoints.store.StateFile."""
+    """The progress of a run. Its fields are keys of state.json."""
 
     step: int = 0
     sequences: int = 0  # trained on so far; the next batch starts there
@@ -73,22 +72,16 @@ def start(config: Config, data_meta: Mapping[str, Any], procs: Processes) -> Sta
     torch.manual_seed(config.seed)
     folder = config.run_folder
     newest = read_newest(folder, procs)
+    weights = None  # random, or of the checkpoint
     if newest is None:
-        problem = history_in(folder) if procs.main else None
-        problem = procs.gather(problem)[0]
-        if problem:
-            raise UserError(problem)
+        check_new(folder)
+        if config.train.init_from:
+            weights = weights_to_start_from(config, data_meta, procs)
     else:
         path, values = newest
         check_same_run(config, data_meta, path, values, procs.print0)
         check_same_data(values["data"], data_meta, procs)
-        best = best_on_resume(config, data_meta, path, values)
-        values["best"], note = procs.gather(best)[0]
-        if note:
-            procs.print0(note)
-    weights = None  # random, or of the checkpoint
-    if config.train.init_from and newest is None:
-        weights = weights_to_start_from(config, data_meta, procs)
+        values["best"] = known_best(config, data_meta, path, values, procs.print0)
     # empty: drawing the weights of a large model, to be replaced, would take minutes
     model = parallel.build(config, procs, weights, empty=newest is not None)
     state = State(
@@ -113,47 +106,42 @@ def start(config: Config, data_meta: Mapping[str, Any], procs: Processes) -> Sta
 def read_newest(folder: Path, procs: Processes) -> tuple[Path, dict] | None:
     """Return the newest checkpoint of this job's run that all processes can read, and
     its values; None if the run has none. Skips damaged ones with a warning."""
-    # Each process verifies some of the files.
-    share = slice(procs.rank, None, procs.world_size)
     paths = store.find(folder)
     if any(their_paths != paths for their_paths in procs.gather(paths)):
         raise UserError(
             f"the processes see different checkpoints in {folder}; put --out on a "
             "shared disk"
         )
-    for path in reversed(paths):
+
+    def read(path: Path) -> dict:
+        """Return the values of a checkpoint, of whose files each process verifies
+        some."""
         values = {}
         problem = None
         try:
-            values = cast(dict, store.read_values(path, share=share))
+            share = slice(procs.rank, None, procs.world_size)
+            values = store.read_values(path, share=share)
         except CheckpointError as error:
             problem = str(error)
-        problems = [text for text in procs.gather(problem) if text]
-        if not problems:
-            return path, values
-        if procs.main:
-            store.warn_damaged(problems[0])
-    if paths:
-        raise CheckpointError(
-            f"none of the {len(paths)} checkpoints in {folder} can be read; move the "
-            "folder away to start anew"
-        )
-    return None
+        for text in procs.gather(problem):
+            if text:
+                raise CheckpointError(text)
+        return values
+
+    return store.read_newest(folder, read, warn=procs.print0)
 
 
-def history_in(folder: Path) -> str | None:
-    """Return why no run can start in a folder without checkpoints: it holds files of
-    another run; else None. A run that was killed before its first checkpoint may start
-    again."""
+def check_new(folder: Path) -> None:
+    """Raise UserError for a folder without checkpoints that holds files of another run.
+    A run that was killed before its first checkpoint may start again."""
     if (folder / store.NONE_YET).exists():
-        return None
+        return
     for name in ("config.toml", "metrics.jsonl", "best"):
         if (folder / name).exists():
-            return (
+            raise UserError(
                 f"{folder} holds the {name} of another run, but no checkpoint: mount "
                 f"its disk, choose another --name, or move {folder} away to start anew"
             )
-    return None
 
 
 def check_same_run(
@@ -162,8 +150,6 @@ def check_same_run(
     """Print what has changed since a checkpoint. Raises UserError for what cannot
     change."""
     old = configuration.from_dict(values["config"], str(path))
-    values.setdefault("sequences", values["step"] * old.train.batch_size)  # of older
-    values.setdefault("tokens", 0)  # versions
     changes = changes_of(old, config, values["data"], meta)
     for key, (before, after) in changes.items():
         table = key.partition(".")[0]
@@ -212,10 +198,7 @@ def measure_of(config: Config, meta: Mapping[str, Any]) -> tuple:
     """Return everything that the validation losses of a run are measured with, for a
     comparison: also the SHA-256 of a file of orders."""
     orders, name = validation_orders(config)
-    orders_sha256 = None
-    if orders[name].orders.unmixed == "file":
-        record = meta.get("files", {}).get(str(Path(config.order.file)), {})
-        orders_sha256 = record.get("sha256")
+    order_file = meta.get("files", {}).get(str(Path(config.order.file)), {})
     return (
         config.seed,
         config.eval.sequences,
@@ -223,46 +206,31 @@ def measure_of(config: Config, meta: Mapping[str, Any]) -> tuple:
         checksums_of(meta, "val"),
         orders,
         name,
-        orders_sha256,
+        order_file.get("sha256"),
     )
 
 
-def best_on_resume(
-    config: Config, meta: Mapping[str, Any], path: Path, values: dict
-) -> tuple[dict | None, str]:
+def known_best(
+    config: Config, meta: Mapping[str, Any], path: Path, values: dict, print0: Callable
+) -> dict | None:
     """Return the best checkpoint, {"step", "loss"}, when a run resumes from the newest
-    one at `path`; and a note if it is another than before. One that has been removed
-    makes way for the best of those that exist and were validated as the run validates
-    now."""
+    one at `path`. None, so that the next validation chooses one, if it is gone or was
+    measured otherwise than the run validates now."""
     best = values["best"]
     if best is None:
-        return None, ""
-    name = f"the best checkpoint (step {best['step']}, loss {best['loss']:.4f})"
-    measure = measure_of(config, meta)
-
-    def has_measure(path: Path, values: Mapping[str, Any]) -> bool:
-        old = configuration.from_dict(values["config"], str(path))
-        return measure_of(old, values["data"]) == measure
-
-    if not has_measure(path, values):
-        return None, f"{name} was chosen by another measure: it will be chosen again"
-    run_folder = path.parents[1]
-    if store.path_of(run_folder, best["step"]).is_dir():
-        return best, ""
-    best = None
-    losses = saved_losses(config)
-    for saved in store.find(run_folder, up_to=values["step"]):
-        step = cast(int, store.step_of(saved))
-        loss = losses.get(step)
-        if loss is None:
-            continue
-        with contextlib.suppress(CheckpointError):
-            if has_measure(saved, store.read_values(saved, share=slice(0))):
-                best = better_of(best, step, loss)
-    if best is None:
-        return None, f"{name} is gone: the next validation chooses another"
-    note = f"{name} is gone: now it is step {best['step']} (loss {best['loss']:.4f})"
-    return best, note
+        return None
+    old = configuration.from_dict(values["config"], str(path))
+    if measure_of(old, values["data"]) != measure_of(config, meta):
+        reason = "was chosen by another measure"
+    elif not store.path_of(path.parents[1], best["step"]).is_dir():
+        reason = "is gone"
+    else:
+        return best
+    print0(
+        f"the best checkpoint (step {best['step']}, loss {best['loss']:.4f}) {reason}: "
+        "it will be chosen again"
+    )
+    return None
 
 
 def better_of(best: dict | None, step: int, loss: float) -> dict | None:
@@ -276,38 +244,12 @@ def better_of(best: dict | None, step: int, loss: float) -> dict | None:
 def check_same_data(
     before: Mapping[str, Any], now: Mapping[str, Any], procs: Processes
 ) -> None:
-    """Print which files of the data are not known to be unchanged since a
-    checkpoint. The main process reads them, all must call. Raises UserError for a file
-    that does not match its checksum."""
-    error = None
-    notes = []
+    """Print which files of the data are not known to be unchanged since a checkpoint.
+    The main process reads them. Raises UserError for a file that does not match its
+    checksum."""
     if procs.main:
-        try:
-            notes = changed_files(before.get("files", {}), now.get("files", {}))
-        except (UserError, OSError) as failure:
-            error = str(failure)
-    error = procs.gather(error)[0]
-    if error:
-        raise UserError(error)
-    for note in notes:
-        procs.print0(note)
-
-
-def check_epochs(
-    epochs: float, num_blocks: int, config: Config, progress: Progress
-) -> None:
-    """Raise UserError for a number of passes over `num_blocks` blocks in a run that has
-    read some of them in batches of another size: the steps were counted with this
-    one."""
-    batch_size = config.train.batch_size
-    if epochs and progress.sequences != progress.step * batch_size:
-        left = max(0.0, epochs * num_blocks - progress.sequences)
-        steps = progress.step + math.ceil(left / batch_size)
-        raise UserError(
-            f"--train.epochs counts steps of {batch_size} sequences, but the run's "
-            f"first {progress.step} had others: for {epochs:g} epochs in all give "
-            f"--train.steps {steps}"
-        )
+        for note in changed_files(before.get("files", {}), now.get("files", {})):
+            procs.print0(note)
 
 
 def named_tensors(state: State) -> dict[str, Tensor]:
@@ -326,7 +268,7 @@ def named_tensors(state: State) -> dict[str, Tensor]:
 def plain_values(
     state: State, best: dict | None, config: Config, data_meta: Mapping[str, Any]
 ) -> dict:
-    """Return everything else, as JSON values: keys of checkpoints.store.StateFile."""
+    """Return everything else, as JSON values: the contents of state.json."""
     ema = state.average
     values = asdict(state.progress)
     values["best"] = best
@@ -348,12 +290,7 @@ def restore(state: State, path: Path, values: dict) -> None:
             f"{path} holds {unknown[0]}, which this run does not have; start another "
             "with --name"
         )
-    store.read_tensors(path, cast(store.StateFile, values), tensors)
-    name = not_finite(tensors)
-    if name:
-        raise CheckpointError(
-            f"{path}: {name} is not finite; remove it to resume from another"
-        )
+    store.read_tensors(path, values, tensors)
     state.average.updates.fill_(values["ema"]["updates"])
     for field in fields(Progress):
         setattr(state.progress, field.name, values[field.name])
@@ -413,7 +350,7 @@ class Saver:
         tensors = named_tensors(state)
         for name in self.procs.gather(not_finite(tensors)):
             if name is not None:
-                raise UserError(not_finite_message(config, progress, name))
+                raise UserError(not_finite_message(name, progress.step))
         values = plain_values(state, best, config, self.data_meta)
         keep = config.checkpoint.keep
         error = None
@@ -437,38 +374,15 @@ class Saver:
         if self.procs.main:
             # This frees its space.
             shutil.rmtree(store.temporary_of(path), ignore_errors=True)
-            last = "there is no earlier checkpoint"
-            good_path = last_good(config, progress.step - 1)
-            if good_path is not None:
-                last = f"the last good checkpoint is {good_path}"
-            self.warn(f"could not write {path}: {error}; {last}. Is the disk full?")
+            self.warn(f"could not write {path}: {error}. Is the disk full?")
 
 
-def last_good(config: Config, step: int) -> Path | None:
-    """Return the path of the last checkpoint up to a step that was saved without a
-    skipped step pending; None without one."""
-    for path in reversed(store.find(config.run_folder, up_to=step)):
-        with contextlib.suppress(CheckpointError):
-            values = store.read_values(path, share=slice(0))
-            if not values["skipped_in_a_row"]:  # there may be some at a stop
-                return path
-    return None
-
-
-def not_finite_message(config: Config, progress: Progress, name: str) -> str:
+def not_finite_message(name: str, step: int) -> str:
     """Return why a run ends whose `name`, a tensor or losses, is not finite, and what
     to do."""
-    path = last_good(config, progress.step - progress.skipped_in_a_row)
-    if path is None:
-        return (
-            f"{name} is not finite at step {progress.step}; there is no earlier "
-            f"checkpoint. Lower --optim.lr and start again; move {config.run_folder} "
-            "away"
-        )
     return (
-        f"{name} is not finite at step {progress.step}; the last good checkpoint is "
-        f"{path}. Lower --optim.lr and start again; if no loss after that checkpoint "
-        "is finite, remove it and all later ones"
+        f"{name} is not finite at step {step}: resume with a lower --optim.lr; if that "
+        "ends so too, remove the newest checkpoint first"
     )
 
 
@@ -502,9 +416,7 @@ class StopRequest:
             raise KeyboardInterrupt
         self.signalled = True
 
-    def agree(
-        self, config: Config, progress: Progress, datasets: Iterable[TokenDataset]
-    ) -> None:
+    def agree(self, progress: Progress, datasets: Iterable[TokenDataset]) -> None:
         """Set `requested` after a step, the same on all processes. Data that has
         changed under the run stops it, too. Raises UserError after MAX_SKIPPED_STEPS
         steps in a row that were not finite, and ChildProcessError without torchrun."""
@@ -525,4 +437,4 @@ class StopRequest:
         self.requested = requested
         if failed:
             skipped = f"loss or gradient of {progress.skipped_in_a_row} steps in a row"
-            raise UserError(not_finite_message(config, progress, skipped))
+            raise UserError(not_finite_message(skipped, progress.step))

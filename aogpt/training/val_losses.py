@@ -175,11 +175,3 @@ def read_metrics(path: Path) -> list[dict]:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
     return rows
-
-
-def saved_losses(config: Config) -> dict[int, float | None]:
-    """Return the validation losses that select the best checkpoint of a run, by step,
-    as metrics.jsonl has them: None for one that is not finite."""
-    key = f"val_loss_{best_by(config)}"
-    rows = read_metrics(config.run_folder / "metrics.jsonl")
-    return {row["step"]: row[key] for row in rows if key in row}
