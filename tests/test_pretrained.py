@@ -298,7 +298,6 @@ def test_weights_of_one_file_or_many_are_the_same(llama, tmp_path):
         ({"head_dim": 1.5}, "head_dim is 1.5"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0"),
         ({"architectures": [5]}, "architecture is 5"),
-        ({"model_type": "aogpt", "aogpt": 5}, "aogpt is 5"),
     ],
 )
 def test_what_the_model_has_no_part_for_is_refused_by_name(

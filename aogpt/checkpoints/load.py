@@ -6,7 +6,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from ..data.tokenizers import (
 from ..model import ModelConfig, Transformer
 from ..runtime.errors import UserError, reason_of
 from ..runtime.files import sha256_file
-from ..runtime.validation import Count, NonNegative, expand_home, from_values, read_json
+from ..runtime.validation import expand_home, from_values, read_json
 from ..systems import build_model, set_block_size
 from . import pretrained, released, store
 from .store import CheckpointError
@@ -70,7 +70,16 @@ class Loaded:
     # model looks back over all, and takes no longer sequences.
     window: int | None = None
     tokenizer_sha256: str | None = None  # of its vocabulary; None: not recorded
-    description: str = ""  # the source, its step and the kind of its weights
+    # Tokens of the blocks that it was trained on; None: not recorded.
+    longest: int | None = None
+
+    @property
+    def description(self) -> str:
+        """Return the source, its step and the kind of its weights."""
+        text = f"{self.path} (step {self.step}, {self.weights} weights"
+        if self.longest is not None and self.model.config.block_size > self.longest:
+            text += f", trained on blocks of {self.longest} tokens"
+        return f"{text})"
 
     def get_tokenizer(self) -> Tokenizer:
         """Read its tokenizer. Raises UserError if the file has changed."""
@@ -116,45 +125,28 @@ def load(
         newest = newest_checkpoint(path, weights, checkpoint)
         if newest is None:
             file = weights_file(path) if path.is_dir() else path
-            model, origin = from_file(file, weights)
+            loaded = from_file(file, weights)
         else:
-            file, (model, origin) = newest
+            file, loaded = newest
+        model = loaded.model
         if block_size is not None and block_size > model.config.block_size:
-            pretrained.check_length(origin.get("window"), block_size)
+            pretrained.check_length(loaded.window, block_size)
     except CheckpointError:
         raise
     except UserError as error:
         raise CheckpointError(f"{file} cannot be used: {error}; {SUPPORTED}") from error
     limit = model.config.mask_token or model.config.vocab_size
-    count = origin["vocab_size"]
+    count = loaded.vocab_size
     if count > limit:
         raise CheckpointError(
             f"{file} has a vocabulary of {count}, but its model {limit} tokens"
         )
-    description = f"{file} (step {origin['step']}, {origin['weights']} weights"
     if block_size is not None:
-        longest = origin.get("longest", model.config.block_size)
-        if longest is not None and block_size > longest:
-            description += f", trained on blocks of {longest} tokens"
         set_block_size(model, block_size)
-    record_end = origin.get("record_end")
-    if record_end is not None:
-        model.exclude(count, record_end.token)
-    return Loaded(
-        model=model.to(device).eval(),
-        path=str(file),
-        step=origin["step"],
-        weights=origin["weights"],
-        tokenizer=origin["tokenizer"],
-        vocab_size=count,
-        scored_from=origin.get("scored_from", 0),
-        record_end=record_end,
-        system=origin.get("system"),
-        tokens=origin.get("tokens"),
-        window=origin.get("window"),
-        tokenizer_sha256=origin.get("tokenizer_sha256"),
-        description=f"{description})",
-    )
+    if loaded.record_end is not None:
+        model.exclude(count, loaded.record_end.token)
+    model.to(device).eval()
+    return loaded
 
 
 def load_model(path: str | Path, weights: Weights = "ema", device="cpu") -> Transformer:
@@ -185,17 +177,17 @@ def local_path(
     return download(str(path), weights)
 
 
-def newest_checkpoint(path: Path, weights: str, checkpoint: str) -> tuple | None:
+def newest_checkpoint(
+    path: Path, weights: str, checkpoint: str
+) -> tuple[Path, Loaded] | None:
     """Read the newest usable checkpoint of a run folder, or the checkpoint at `path`.
 
-    Returns its path and the result of `from_checkpoint`; None if there is none."""
+    Returns its path and its model; None if there is none."""
     read = partial(from_checkpoint, weights=weights)
-    if (path / store.STATE).is_file():
+    if (path / store.STATE).is_file() or store.step_of(path) is not None:
         return path, read(path)
     if not path.is_dir():
         return None
-    if store.step_of(path) is not None:
-        return path, read(path)
     return store.read_newest(path, read, checkpoint=checkpoint)
 
 
@@ -247,8 +239,8 @@ def download(repo: str, weights: tuple[str, ...]) -> Path:
     return local
 
 
-def from_checkpoint(path: Path, weights: str) -> tuple[Transformer, dict]:
-    """Read the model of a checkpoint and the other fields of `Loaded`."""
+def from_checkpoint(path: Path, weights: str) -> Loaded:
+    """Read the model of a checkpoint."""
     prefix = "ema." if weights == "ema" else "model."
     values = store.read_values(path, prefix=prefix)
     config = from_values(values["model_config"], ModelConfig, str(path))
@@ -257,34 +249,37 @@ def from_checkpoint(path: Path, weights: str) -> tuple[Transformer, dict]:
             "it holds adapters (train.lora_rank), which were removed; the last commit "
             "that has them is 4349f6ec"
         )
-    tensors = store.read_all(path, values, prefix)
-    model = make_model(config, tensors)
-    origin = {key: values["data"].get(key) for key in RECORDED}
-    origin["step"] = values["step"]
-    origin["tokens"] = values.get("tokens")
-    origin["weights"] = weights
+    data = values["data"]
+    record_end = None
     # Runs from before data.end have no such key.
     if values["config"].get("data", {}).get("end") == "given":
-        origin["record_end"] = RecordEnd.of(values["data"], path)
-    return model, origin
+        record_end = RecordEnd.of(data, path)
+    return Loaded(
+        model=make_model(config, store.read_all(path, values, prefix)),
+        path=str(path),
+        step=values["step"],
+        weights=weights,
+        tokenizer=data["tokenizer"],
+        tokenizer_sha256=data.get("tokenizer_sha256"),
+        vocab_size=data["vocab_size"],
+        record_end=record_end,
+        tokens=values.get("tokens"),
+        longest=config.block_size,
+    )
 
 
-def from_file(file: Path, weights: str) -> tuple[Transformer, dict]:
-    """Read the model of a file of weights and the other fields of `Loaded`."""
+def from_file(file: Path, weights: str) -> Loaded:
+    """Read the model of a file of weights."""
     place = file.with_name("config.json")
     contents = read_weights(file)
-    settings = None
     # A container of released weights, a dict with the key "model", has its own
     # settings.
-    if place.exists() and "model" not in contents:
-        settings = read_json(place, dict[str, Any], ADVICE)
-    if settings is None:
-        return from_release(contents, None, weights, file.parent)
+    if not place.exists() or "model" in contents:
+        return from_release(contents, None, weights, file)
+    settings = read_json(place, dict[str, Any], ADVICE)
     if pretrained.is_pretrained(settings):
-        tokenizer = get_tokenizer(HUB, folder=file.parent)
-        return from_pretrained(settings, contents, tokenizer)
+        return from_pretrained(settings, contents, file)
     if settings.get("model_type") == "aogpt":  # of an earlier version's --hub
-        export = from_values(settings, HubSettings, str(place), ADVICE)["aogpt"]
         same = {name: name for name in contents}
         prefixed = renamed(same, lambda name: name.removeprefix("model."))
         tensors = LazyTensors(
@@ -293,103 +288,82 @@ def from_file(file: Path, weights: str) -> tuple[Transformer, dict]:
                 for ours, name in prefixed.items()
             }
         )
-        return from_export(export, tensors, file, weights, checked=False)
+        return from_export(settings["aogpt"], tensors, file, weights, checked=False)
     if str(settings.get("format")).startswith("aogpt-export-"):
         return from_export(settings, contents, file, weights, checked=True)
-    return from_release(contents, settings, weights, file.parent)
+    return from_release(contents, settings, weights, file)
 
 
 def from_release(
-    contents: dict, settings: dict | None, weights: str, folder: Path
-) -> tuple[Transformer, dict]:
+    contents: dict, settings: dict | None, weights: str, file: Path
+) -> Loaded:
     """Make the model of released weights; see `released.read`. A GPT-2 whose folder has
     another tokenizer.json than OpenAI's is read with that one; one that has another
     vocab.json alone is refused."""
     config, tensors, origin = released.read(contents, settings, weights)
-    if origin["system"] == "GPT-2" and (folder / HUB).is_file():
-        tokenizer = HubTokenizer(folder / HUB)
+    if origin["system"] == "GPT-2" and file.with_name(HUB).is_file():
+        tokenizer = HubTokenizer(file.with_name(HUB))
         if not is_gpt2s(tokenizer):
             origin["tokenizer"] = HUB
             origin["tokenizer_sha256"] = tokenizer.sha256
             origin["vocab_size"] = tokenizer.vocab_size
-    elif origin["system"] == "GPT-2" and (folder / VOCABULARY).is_file():
-        if not is_gpt2s_vocabulary(folder / VOCABULARY):
+    elif origin["system"] == "GPT-2" and file.with_name(VOCABULARY).is_file():
+        if not is_gpt2s_vocabulary(file.with_name(VOCABULARY)):
             raise UserError(
                 f"its {VOCABULARY} is not GPT-2's, and it has no {HUB}: write one with "
                 "transformers, "
                 "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             )
-    return make_model(config, tensors), origin
+    model = make_model(config, tensors)
+    return Loaded(model, path=str(file), longest=config.block_size, **origin)
 
 
-def from_pretrained(
-    settings: dict, contents: LazyTensors | dict, tokenizer: HubTokenizer
-) -> tuple[Transformer, dict]:
+def from_pretrained(settings: dict, contents: LazyTensors | dict, file: Path) -> Loaded:
     """Make the model of a decoder of `transformers`."""
+    tokenizer = get_tokenizer(HUB, folder=file.parent)
     config, tensors = pretrained.read(settings, contents, tokenizer)
-    origin = {
-        "step": 0,
-        "weights": "raw",
-        "system": settings["architectures"][0],
-        "tokenizer": HUB,
-        "tokenizer_sha256": tokenizer.sha256,
-        "vocab_size": tokenizer.vocab_size,
-        "scored_from": int(not tokenizer.starts),
-        "window": pretrained.window_of(settings),
-        "longest": settings["max_position_embeddings"],
-    }
-    return make_model(config, tensors), origin
+    return Loaded(
+        model=make_model(config, tensors),
+        path=str(file),
+        step=0,
+        weights="raw",
+        tokenizer=HUB,
+        tokenizer_sha256=tokenizer.sha256,
+        vocab_size=tokenizer.vocab_size,
+        scored_from=int(not tokenizer.starts),
+        system=settings["architectures"][0],
+        window=pretrained.window_of(settings),
+        longest=settings["max_position_embeddings"],
+    )
 
 
 def from_export(
-    settings: dict,
-    contents: LazyTensors | dict,
-    file: Path,
-    weights: str,
-    checked: bool,
-) -> tuple[Transformer, dict]:
+    export: dict, contents: LazyTensors | dict, file: Path, weights: str, checked: bool
+) -> Loaded:
     """Make the model of an export. checked: its settings hold the file's checksum."""
     place = file.with_name("config.json")
-    if settings.get("sha256") != store.digest(settings):
+    if export.get("sha256") != store.digest(export):
         raise CheckpointError(f"{place} is damaged (checksum); copy the export again")
-    if settings.get("format") != EXPORT_FORMAT:
+    if export.get("format") != EXPORT_FORMAT:
         raise CheckpointError(
-            f"{place} is of format {settings.get('format')}; "
+            f"{place} is of format {export.get('format')}; "
             f"this version reads {EXPORT_FORMAT}"
         )
-    export = from_values(settings, Export, str(place), "convert its source again")
     if checked and export["files"].get(file.name) != sha256_file(file):
         raise CheckpointError(f"{file} is damaged (checksum); copy the export again")
     if weights == "raw" and export["weights"] != "raw":
         raise UserError(
             "it holds the ema weights only; convert its source with --weights raw"
         )
-    origin = {name: export.get(name) for name in EXPORTED}
+    config = from_values(export["model"], ModelConfig, str(place), "convert it again")
+    origin = {name: export[name] for name in EXPORTED if name in export}
+    if origin.get("record_end") is not None:
+        origin["record_end"] = from_values(origin["record_end"], RecordEnd, str(place))
+    longest: int | None = config.block_size
     if origin["system"] in pretrained.ARCHITECTURES:
-        origin["longest"] = None  # not recorded: its blocks may be shorter
-    return make_model(export["model"], contents), origin
-
-
-class Export(TypedDict):
-    """The contents of an export's config.json."""
-
-    model: ModelConfig
-    step: NonNegative
-    weights: Weights
-    tokenizer: str
-    tokenizer_sha256: NotRequired[str | None]
-    vocab_size: Count
-    scored_from: Literal[0, 1]
-    system: str | None
-    window: NotRequired[Count | None]
-    record_end: NotRequired[RecordEnd | None]
-    files: dict[str, str]  # sha256 by file
-
-
-class HubSettings(TypedDict):
-    """The contents of a config.json that an earlier version's --hub wrote."""
-
-    aogpt: dict[str, Any]  # an `Export`
+        longest = None  # not recorded: its blocks may be shorter
+    model = make_model(config, contents)
+    return Loaded(model, path=str(file), longest=longest, **origin)
 
 
 def make_model(
