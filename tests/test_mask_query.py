@@ -114,10 +114,6 @@ RUNS = {
         "optim__kind": "muon",
     },
     "block": {"train__activation_checkpointing": "block", "train__dtype": "bfloat16"},
-    "selective": {
-        "train__activation_checkpointing": "selective",
-        "model__dropout": 0.0,
-    },
 }
 
 

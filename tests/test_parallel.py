@@ -17,7 +17,6 @@ from helpers import (
     needs_compiler,
     read_checkpoint,
     run_script,
-    some_slow,
     tiny_config,
     write_config,
 )
@@ -239,9 +238,7 @@ def pairs(short, run):
     alone["started"] = change(short, name="started", train__init_from=str(run))
     pairs = {}
     # Activation checkpointing changes nothing, either: every kind has its turn.
-    for (name, config), kind in zip(
-        alone.items(), itertools.cycle(("none", "selective", "block"))
-    ):
+    for (name, config), kind in zip(alone.items(), itertools.cycle(("none", "block"))):
         shards = change(config, name=f"{config.name}_2", train__parallel="fsdp")
         pairs[name] = config, change(shards, train__activation_checkpointing=kind)
     replicas = change(alone["muon"], name="muon_replicas", train__parallel="ddp")
@@ -299,7 +296,7 @@ def test_gradients_are_reduced_once_a_step(pairs, everywhere, kind, groups):
 @needs_compiler
 def test_compiled_shards_have_the_losses_of_eager_ones_and_compile_once(short):
     base = change(
-        short, train__parallel="fsdp", train__activation_checkpointing="selective"
+        short, train__parallel="fsdp", train__activation_checkpointing="block"
     )
     eager = change(base, name="eager")
     compiled = change(base, name="compiled", train__compile=True)
@@ -323,7 +320,7 @@ def test_activation_checkpointing_changes_no_gradient(short, name):
     gradients = []
     torch.set_default_dtype(torch.float64)
     try:
-        for kind in ("none", "selective", "block"):
+        for kind in ("none", "block"):
             changed = change(config, train__activation_checkpointing=kind)
             model = parallel.build(changed, ALONE).double()
             torch.manual_seed(3)
@@ -333,25 +330,16 @@ def test_activation_checkpointing_changes_no_gradient(short, name):
             gradients.append({name: p.grad for name, p in model.named_parameters()})
     finally:
         torch.set_default_dtype(torch.float32)
-    expected, *recomputed = gradients
+    expected, recomputed = gradients
     assert any(g.abs().sum() > 0 for g in expected.values())
     # the same operations on the same numbers, summed in the same order
-    for ours in recomputed:
-        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(recomputed, expected, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize(
-    "kind, dropout",
-    some_slow(
-        [("selective", 0.0), ("selective", 0.3), ("block", 0.0)],
-        lambda kind, dropout: dropout == 0.0,
-        "compiles again",
-    ),
-)
-def test_what_is_computed_again_can_be_compiled(short, kind, dropout):
+def test_what_is_computed_again_can_be_compiled(short):
     """The graphs that torch.compile makes, without a compiler."""
-    config = system(short, "adaln", model__dropout=dropout)
-    config = change(config, train__activation_checkpointing=kind)
+    config = system(short, "adaln", model__dropout=0.0)
+    config = change(config, train__activation_checkpointing="block")
     dataset = TokenDataset(config.data.folder, "train", 16)
     batch = next(micro_batches(dataset, config, ALONE, 0))
     model = parallel.build(config, ALONE).eval()

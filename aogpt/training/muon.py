@@ -4,21 +4,15 @@ Keller Jordan et al., 2024, kellerjordan.github.io/posts/muon. Unlike torch.opti
 it treats queries, keys and values as three matrices, skips steps on the device, and
 divides the work among processes."""
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..model import Matrices
 
-if TYPE_CHECKING:  # half a second to import
-    pass
-
 # of Newton-Schulz
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
-STACK_ELEMENTS = 2**26  # orthogonalised at once: bounds the memory of the iteration
 
 
 class Muon(torch.optim.Optimizer):
@@ -121,22 +115,17 @@ def orthogonalise(matrices: list[Tensor], sizes: list[list[int]]) -> list[Tensor
     for number, part in enumerate(parts):
         shape = (min(part.shape), max(part.shape))
         numbers_by_shape.setdefault(shape, []).append(number)
-    for (short, long), numbers in numbers_by_shape.items():
-        size = max(1, STACK_ELEMENTS // (short * long))
-        for first in range(0, len(numbers), size):
-            batch = numbers[first : first + size]
-            wide = []
-            for number in batch:
-                part = parts[number]
-                is_tall = part.shape[0] > part.shape[1]
-                wide.append(part.T if is_tall else part)
-            results = newton_schulz(torch.stack(wide))
-            for number, result in zip(batch, results, strict=True):
-                rows_of_part, columns = parts[number].shape
-                if rows_of_part > columns:
-                    result = result.T
-                scale = max(1, rows_of_part / columns) ** 0.5
-                parts[number] = result * scale
+    for numbers in numbers_by_shape.values():
+        wide = []
+        for number in numbers:
+            part = parts[number]
+            wide.append(part.T if part.shape[0] > part.shape[1] else part)
+        results = newton_schulz(torch.stack(wide))
+        for number, result in zip(numbers, results, strict=True):
+            rows_of_part, columns = parts[number].shape
+            if rows_of_part > columns:
+                result = result.T
+            parts[number] = result * max(1, rows_of_part / columns) ** 0.5
     whole = []
     first = 0
     for rows in sizes:

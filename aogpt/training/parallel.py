@@ -22,18 +22,7 @@ from .config import Config
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-# What selective activation checkpointing saves: matrix products, and attention, which
-# has an operation of its own on every device.
 MOST_SHAPES = 32  # of compiled code
-PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-ATTENTION = (
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
-    torch.ops.aten._scaled_dot_product_attention_math_for_mps.default,
-)
 
 
 def build(
@@ -74,8 +63,8 @@ def build(
 
     for i, block in enumerate(model.blocks):
         materialize(f"blocks.{i}.")
-        if config.train.activation_checkpointing != "none":
-            block = RecomputedBlock(block, config)
+        if config.train.activation_checkpointing == "block":
+            block = RecomputedBlock(block, has_dropout=config.model.dropout > 0)
             model.blocks[i] = block
         if shard is not None:
             shard(block)
@@ -118,63 +107,22 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 class RecomputedBlock(nn.Module):
-    """A block whose backward pass computes activations again, all or those that
-    train.activation_checkpointing names. It has the block's layers under their
-    names."""
+    """A block whose backward pass computes activations again. It has the block's layers
+    under their names."""
 
-    def __init__(self, block: nn.Module, config: Config):
+    def __init__(self, block: nn.Module, has_dropout: bool):
         super().__init__()
         for name, layer in block.named_children():
             self.add_module(name, layer)
         self.of_block = (block,)  # a tuple, so that no parameter is registered twice
-        self.selective = config.train.activation_checkpointing == "selective"
-        self.has_dropout = config.model.dropout > 0
+        self.has_dropout = has_dropout
 
     def forward(self, *inputs):
         """Return the results of the block for these inputs."""
         (block,) = self.of_block
-        # torch.compile takes functions that a module names as they are: neither methods
-        # nor values of attributes.
-        if not self.selective:
-            return checkpoint.checkpoint(
-                block, *inputs, use_reentrant=False, preserve_rng_state=self.has_dropout
-            )
-        if self.has_dropout:
-            # Attention is recomputed: saved, it would not consume its random numbers.
-            contexts = with_products_saved
-        else:
-            contexts = with_attention_saved
         return checkpoint.checkpoint(
-            block,
-            *inputs,
-            use_reentrant=False,
-            preserve_rng_state=self.has_dropout,
-            context_fn=contexts,
+            block, *inputs, use_reentrant=False, preserve_rng_state=self.has_dropout
         )
-
-
-def with_products_saved() -> tuple:
-    """Return the contexts in which products of matrices are saved."""
-    return checkpoint.create_selective_checkpoint_contexts(save_products)
-
-
-def with_attention_saved() -> tuple:
-    """Return the contexts in which products and attention are saved."""
-    return checkpoint.create_selective_checkpoint_contexts(save_attention_too)
-
-
-def save_products(context, operation, *arguments, **keywords):
-    """Save the results of products of matrices alone."""
-    if operation in PRODUCTS:
-        return checkpoint.CheckpointPolicy.MUST_SAVE
-    return checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def save_attention_too(context, operation, *arguments, **keywords):
-    """Save the results of products of matrices and of attention."""
-    if operation in ATTENTION:
-        return checkpoint.CheckpointPolicy.MUST_SAVE
-    return save_products(context, operation)
 
 
 @contextlib.contextmanager
