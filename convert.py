@@ -5,7 +5,6 @@ import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 # isort: split
 import hashlib
 import os
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -51,28 +50,18 @@ def convert(
         )
     loaded = load(source, weights, checkpoint=checkpoint)
     tensors = {name: p.detach() for name, p in loaded.model.named_parameters()}
-
-    def write_settings(folder: Path, data: bytes) -> None:
-        write_export(folder=folder, loaded=loaded, source=source, data=data)
-
     data = file_of(tensors, getattr(torch, dtype))
-    write_folder(destination, data, write_settings)
-    show(f"read {loaded.description}")
-    written = f"model.safetensors ({description_of(tensors, loaded)})"
-    show(f"wrote {destination}: {written} and config.json")
-
-
-def description_of(tensors: dict[str, Tensor], loaded: Loaded) -> str:
-    """Return the number of parameters that are written, in words. [None] is hidden from
-    all steps but the first, which is not scored in released weights without a
-    begin-of-text."""
+    try:
+        with staging(destination, replace=False) as folder:
+            (folder / "model.safetensors").write_bytes(data)
+            write_settings(folder, loaded, source, data)
+    except OSError as error:
+        raise CheckpointError(f"could not write {destination}: {error}") from error
     count = sum(tensor.numel() for tensor in tensors.values())
-    description = f"{count:,} parameters"
-    is_unread = loaded.model.config.start == "hidden" and loaded.scored_from > 0
-    for name, tensor in tensors.items():
-        if is_unread and name == "start":
-            description += f", {tensor.numel()} of them [None], which no score reads"
-    return description
+    show(f"read {loaded.description}")
+    show(
+        f"wrote {destination}: model.safetensors ({count:,} parameters) and config.json"
+    )
 
 
 def file_of(tensors: dict[str, Tensor], dtype: torch.dtype) -> bytes:
@@ -89,26 +78,8 @@ def file_of(tensors: dict[str, Tensor], dtype: torch.dtype) -> bytes:
     return safetensors.torch.save(cast, metadata={"format": "pt"})
 
 
-def write_folder(
-    destination: Path, data: bytes, write_settings: Callable[[Path, bytes], Any]
-) -> None:
-    """Write a folder with a file of weights, and with the files of `write_settings`,
-    completely or not at all. Raises CheckpointError."""
-    try:
-        with staging(destination, replace=False) as folder:
-            (folder / "model.safetensors").write_bytes(data)
-            write_settings(folder, data)
-    except OSError as error:
-        if os.path.lexists(destination):
-            raise CheckpointError(
-                f"could not write {destination}: another process has made it; remove "
-                "it, or give a new folder"
-            ) from error
-        raise CheckpointError(f"could not write {destination}: {error}") from error
-
-
-def write_export(folder: Path, loaded: Loaded, source: str, data: bytes) -> None:
-    """Write everything but the weights."""
+def write_settings(folder: Path, loaded: Loaded, source: str, data: bytes) -> None:
+    """Write everything but the weights. data: their file."""
     settings: dict[str, Any] = {"format": EXPORT_FORMAT}
     settings["model"] = asdict(loaded.model.config)
     for name in EXPORTED:

@@ -166,6 +166,31 @@ def change(config, **changes):
     return config
 
 
+def small_config(name, data, out, **changes):
+    """Return a config of configs/ at a small size, for a few steps on a CPU."""
+    config = configuration.load_toml(ROOT / "configs" / f"{name}.toml")
+    config = change(
+        config,
+        out=str(out),
+        data__folder=str(data),
+        model__vocab_size=320,
+        model__block_size=64,
+        model__n_layer=2,
+        model__n_head=4,
+        model__n_embd=32,
+        optim__warmup_steps=1,
+        train__steps=9,
+        train__batch_size=8,
+        train__micro_batch_size=8,
+        train__device="cpu",
+        train__compile=False,
+        train__log_interval=100,
+        eval__interval=100,
+        checkpoint__interval=100,
+    )
+    return change(config, **changes)
+
+
 def encoder_config(config):
     """Return the config of the same run of a model with full attention, trained on
     random masks."""

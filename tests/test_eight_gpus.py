@@ -4,14 +4,13 @@ process group whose messages go nowhere."""
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT, change
+from helpers import ROOT, small_config
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train
 from aogpt.data.loader import TokenDataset
 from aogpt.runtime.processes import Processes
-from aogpt.training import config as configuration
 from aogpt.training.checkpoint import Progress, State, StopRequest
 from aogpt.training.optimizers import EMA, make_optimizers
 from aogpt.training.parallel import build
@@ -33,25 +32,17 @@ def procs():
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_config_for_eight_gpus_makes_a_step(path, procs, data, tmp_path, monkeypatch):
-    config = configuration.load_toml(path)
-    config = change(
-        config,
-        out=str(tmp_path),
-        data__folder=str(data),
-        model__n_layer=2,
-        model__n_head=4,
-        model__n_embd=64,
-        model__block_size=32,
-        model__vocab_size=320,
-        train__device="cpu",
-        train__compile=False,
+    config = small_config(
+        path.stem,
+        data,
+        tmp_path,
         train__batch_size=16,
         train__micro_batch_size=1,
         optim__warmup_steps=0,
         train__steps=1,
         eval__interval=0,
     )
-    tokens = TokenDataset(data, "train", 32)
+    tokens = TokenDataset(data, "train", 64)
     model = build(config, procs)
     assert isinstance(model, FSDPModule) == (config.train.parallel == "fsdp")
     state = State(

@@ -244,11 +244,14 @@ def test_a_nan_is_no_score_rank_or_blank(run, place):
 def test_a_nan_is_no_probability_of_a_part(run, orders):
     """Three tokens are predicted in each order; of a pair first both, and then one
     given each of two tokens."""
-    for place in range(3 * orders):
-        text_model = TextModel(loaded_with(run, place))
-        with pytest.raises(UserError, match="not finite"):
-            text_model.score(["the cat"], predict=[(1, 4)], orders=orders)
-    for place in range(4):
-        text_model = TextModel(loaded_with(run, place))
-        with pytest.raises(UserError, match="not finite"):
-            text_model.pairs(["the cat"], first=1, second=4, top=2)
+
+    def score(model):
+        model.score(["the cat"], predict=[(1, 4)], orders=orders)
+
+    def pairs(model):
+        model.pairs(["the cat"], first=1, second=4, top=2)
+
+    for estimate, count in ((score, 3 * orders), (pairs, 4)):
+        for place in range(count):
+            with pytest.raises(UserError, match="not finite"):
+                estimate(TextModel(loaded_with(run, place)))

@@ -355,17 +355,6 @@ def gpt2_files(reference, original, folder, kind):
     return write_folder(folder, settings, state)
 
 
-def test_a_tensor_of_gpt2_with_and_without_its_prefix_is_refused(gpt2, tmp_path):
-    reference, original = gpt2
-    settings = json.loads((original / "config.json").read_text())
-    state = {name: tensor.float() for name, tensor in reference.state_dict().items()}
-    state["wpe.weight"] = 2 * state["transformer.wpe.weight"]
-    folder = write_folder(tmp_path, settings, state)
-    words = "two tensors of the name transformer.wpe.weight"
-    with pytest.raises(CheckpointError, match=words):
-        load(folder)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize(
     "kind",
@@ -462,14 +451,6 @@ def head_bias(tensor):
     return lambda c: c["model"].update({"lm_head.bias": tensor})
 
 
-def many_lists(levels):
-    """Two kilobytes that stand for 2^levels words: a list named in many places."""
-    words = ["ha"] * 2
-    for _ in range(levels):
-        words = [words, words]
-    return words
-
-
 WRONG = {  # changes the contents of an AO-GPT -> what the message says
     "missing tensors": (
         lambda c: [
@@ -496,21 +477,9 @@ WRONG = {  # changes the contents of an AO-GPT -> what the message says
     ),
     "NaN": (head_bias(torch.full((VOCAB,), math.nan)), ["numbers that are not finite"]),
     "no tensor": (head_bias([0.0]), ["lm_head.bias is list"]),
-    "layers without end": (
-        lambda c: c["model_args"].update(n_layer=10**7),
-        ["n_layer"],
-    ),
-    "no number of steps": (
-        lambda c: c.update(iter_num=-5),
-        ["iter_num is not a number"],
-    ),
-    "many lists as a size": (
-        lambda c: c["model_args"].update(vocab_size=many_lists(60)),
-        ["vocab_size is [[[", "must be an integer"],
-    ),
     "an average that lacks a tensor": (
         lambda c: c["ema_model"]["shadow_params"].pop(),
-        ["ema_model holds 36 tensors for 37 parameters"],
+        ["lacks shadow_params, a list of 37 tensors"],
     ),
     "a head of its own": (
         lambda c: c["model"].update({"lm_head.weight": torch.ones(VOCAB, WIDTH)}),
@@ -753,8 +722,7 @@ def test_of_two_that_convert_into_one_folder_the_later_one_says_so(
         return store.digest(settings)
 
     monkeypatch.setattr("convert.digest", digest_later)
-    message = "could not write .*new: another process has made it"
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match="could not write .*new: .*not empty"):
         convert(str(run), tmp_path / "new")
     assert load_model(tmp_path / "new")
     assert len(list(tmp_path.iterdir())) == 1

@@ -32,7 +32,6 @@ from aogpt.data.loader import TokenDataset
 from aogpt.model import ModelConfig
 from aogpt.orders import OrderConfig
 from aogpt.runtime.errors import UserError
-from aogpt.runtime.files import sha256_file
 from aogpt.systems import build_model
 from aogpt.training import config as configuration
 from aogpt.training.checkpoint import check_same_run, known_best
@@ -436,20 +435,3 @@ def test_another_file_of_orders_is_told_and_forgets_the_best(tmp_path, data, cap
         train.train(change(config, order=other), ALONE)
     unread = OrderConfig("random", file=str(tmp_path / "nowhere.npy"))
     train.train(change(config, order=unread, train__steps=9), ALONE)
-
-
-def test_data_that_was_prepared_again_is_told(tmp_path, data, capsys):
-    """Its checksum is right, but it is not that of the run's last start."""
-    folder = tmp_path / "data"
-    shutil.copytree(data, folder)
-    config = tiny_config(folder, tmp_path, steps=6)
-    train.train(config, ALONE)
-    train.train(change(config, train__steps=7), ALONE)
-    assert "other data" not in capsys.readouterr().out
-    flip_byte(folder / "train.bin", at=4, mask=1)
-    meta = json.loads((folder / "meta.json").read_text())
-    meta["splits"]["train"]["sha256"] = sha256_file(folder / "train.bin")
-    (folder / "meta.json").write_text(json.dumps(meta))
-    train.train(change(config, train__steps=8), ALONE)
-    note = f"{folder / 'train.bin'} holds other data than when the run last started"
-    assert note in capsys.readouterr().out

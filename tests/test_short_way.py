@@ -4,16 +4,14 @@ tests/test_short_way.py` lists them."""
 
 import functools
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
-from helpers import ALONE, ROOT, prepared
+from helpers import ALONE, ROOT, prepared, small_config
 
 import eval_ppl
 import sample
 import train
-from aogpt.training.config import load_toml
 
 # What one reads to understand a training step.
 MOST_OF_STEP = {"functions": 40, "files": 9}
@@ -71,31 +69,6 @@ class Functions:
         return "\n".join(lines)
 
 
-def small(name, data, out, **changes):
-    """A config of configs/ at a small size, for a few steps on a CPU."""
-    config = load_toml(ROOT / "configs" / f"{name}.toml")
-    return replace(
-        config,
-        out=str(out),
-        model=replace(
-            config.model, vocab_size=320, block_size=64, n_layer=2, n_head=4, n_embd=32
-        ),
-        data=replace(config.data, folder=str(data)),
-        optim=replace(config.optim, warmup_steps=1),
-        train=replace(
-            config.train,
-            steps=9,
-            batch_size=8,
-            micro_batch_size=8,
-            device="cpu",
-            compile=False,
-            log_interval=100,
-        ),
-        eval=replace(config.eval, interval=100),
-        checkpoint=replace(config.checkpoint, interval=100),
-    )
-
-
 def functions_of_step(config, monkeypatch):
     """The functions that run between the fourth optimizer step and the fifth."""
     functions = Functions()
@@ -120,7 +93,7 @@ def functions_of_step(config, monkeypatch):
 def test_a_training_step_runs_through_few_functions(name, data, tmp_path, monkeypatch):
     """A step without a validation, a checkpoint or a row of metrics. The thread that
     prepares the batches ahead of it is not counted."""
-    functions = functions_of_step(small(name, data, tmp_path), monkeypatch)
+    functions = functions_of_step(small_config(name, data, tmp_path), monkeypatch)
     print(functions.describe())
     assert ("aogpt/model.py", "AOGPT.forward") in functions.calls
     assert ("aogpt/model.py", "MLP.forward") in functions.calls

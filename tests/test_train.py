@@ -26,7 +26,6 @@ from helpers import (
     limited_file_size,
     make_data,
     metrics,
-    needs_compiler,
     newest,
     read_checkpoint,
     read_lines,
@@ -920,39 +919,3 @@ def test_wandb_works_without_a_network_under_one_run_id_across_resumes(data, tmp
     assert [path.name for path in records] == [f"run-{run_id}.wandb"] * 2
     assert all(path.stat().st_size > 0 for path in records)
     assert list(metrics(config, "loss")) == list(range(1, 9))  # metrics.jsonl always
-
-
-@pytest.mark.slow(reason="imports wandb, which takes seven seconds")
-def test_wandb_online_without_a_login_is_a_clear_error(data, tmp_path, driver):
-    config = tiny_config(data, tmp_path, steps=6, wandb=WandbConfig("online"))
-    done = driver.done(
-        write_config(config),
-        HOME=str(tmp_path),
-        WANDB_BASE_URL="http://127.0.0.1:9",
-        WANDB_API_KEY="",
-    )
-    assert_user_error(done, "wandb")
-
-
-@needs_compiler
-@pytest.mark.slow(reason="compiles")
-def test_compiled_training_gives_the_losses_of_eager_without_recompiling(
-    data, tmp_path
-):
-    eager = tiny_config(data, tmp_path, "eager", steps=6, eval__interval=0)
-    # compiled dropout draws otherwise
-    eager = change(eager, model__n_layer=1, model__dropout=0.0)
-    compiled = change(eager, name="compiled", train__compile=True)
-    train.train(eager, ALONE)
-    done = run_script(
-        "train.py", write_config(compiled), TORCH_LOGS="recompiles,graph_code"
-    )
-    ours = metrics(compiled, "loss")
-    expected = metrics(eager, "loss")
-    # fused kernels round differently (relative 1e-7), and AdamW's first steps, which do
-    # not depend on the gradient's size, amplify it
-    assert max(abs(ours[step] - expected[step]) for step in expected) < 1e-4
-    assert len(ours) == 6
-    log = done.stdout + done.stderr
-    assert "TRACED GRAPH" in log, "nothing was compiled"
-    assert "Recompiling function" not in log

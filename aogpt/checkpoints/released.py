@@ -73,13 +73,10 @@ def read(
     tensors = {names[theirs]: tensor for theirs, tensor in state.items()}
     if tensors.get("start", torch.empty(0)).dim() == 2:  # a table of one row
         tensors["start"] = tensors["start"].squeeze(0)
-    step = contents.get("iter_num", 0)
-    if type(step) is not int or step < 0:
-        raise UserError("its iter_num is not a number of steps")
     # All of them have GPT-2's tokens; the rows after these are [MASK] or padding.
     vocab_size = min(50257, config.mask_token or config.vocab_size)
     origin = {
-        "step": step,
+        "step": contents.get("iter_num", 0),
         "weights": "ema" if uses_average else "raw",
         "tokenizer": "gpt2",
         "vocab_size": vocab_size,
@@ -93,13 +90,10 @@ def _averaged(state: dict, average: dict, names: dict[str, str]) -> dict[str, Te
     """Return the averaged weights by name: a list in the order of the module's
     parameters()."""
     values = average.get("shadow_params") if isinstance(average, dict) else None
-    is_list = isinstance(values, list)
-    if not is_list or not all(isinstance(value, Tensor) for value in values):
-        raise UserError("its ema_model lacks shadow_params, a list of tensors")
     ordered = [name for name in names if name in state]
-    if len(values) != len(ordered):
+    if not isinstance(values, list) or len(values) != len(ordered):
         raise UserError(
-            f"ema_model holds {len(values)} tensors for {len(ordered)} parameters"
+            f"its ema_model lacks shadow_params, a list of {len(ordered)} tensors"
         )
     return dict(zip(ordered, values, strict=True))
 

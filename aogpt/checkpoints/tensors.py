@@ -1,6 +1,5 @@
 """Tensors of files of weights, read one at a time; no code in a file is run."""
 
-import json
 import pickle
 import zipfile
 from collections import UserDict
@@ -14,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..runtime.errors import UserError
+from ..runtime.files import parse_json
 from ..runtime.validation import FileName, read_json
 from .store import CheckpointError
 
@@ -131,16 +131,7 @@ def read_tensor(path: Path, name: str) -> Tensor:
 
 
 def check_names(path: Path) -> None:
-    """Raise CheckpointError for a safetensors file with two tensors of one name."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        values = dict(pairs)
-        if len(values) < len(pairs):
-            raise CheckpointError(f"{path} has two tensors of one name; get it again")
-        return values
-
+    """Raise ValueError for a safetensors file with two tensors of one name."""
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        if size > path.stat().st_size:
-            raise UserError("its header is longer than the file")
-        json.loads(file.read(size), object_pairs_hook=unique)
+        parse_json(file.read(min(size, path.stat().st_size)))

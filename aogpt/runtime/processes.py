@@ -17,10 +17,6 @@ from .errors import UserError
 
 # for the processes of a job to start: some import PyTorch from a slow disk
 START_SECONDS = 300.0
-LEFT_OVER = (
-    "for a single process unset RANK, LOCAL_RANK and WORLD_SIZE, which another job may "
-    "have left in this shell; for several start them with torchrun"
-)
 # What gloo, NCCL and the store say when another process has ended, or does not answer
 # in time.
 CUT_OFF = (
@@ -77,9 +73,7 @@ def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False
     seconds within which another process must answer. group: make a process group even
     for one process (FSDP needs it). Raises ConnectionError if another process hangs or
     has ended, UserError for variables of torchrun that cannot be right."""
-    world_size = job_variable("WORLD_SIZE", default=1, least=1)
-    rank = job_variable("RANK", default=0, most=world_size - 1)
-    local_rank = job_variable("LOCAL_RANK", default=0)
+    world_size, rank, local_rank = job_variables()
     procs = Processes(rank, world_size, pick_device(device, local_rank))
     if world_size == 1 and not group:
         yield procs
@@ -116,37 +110,32 @@ def processes(device: str = "auto", timeout: float = 1800.0, group: bool = False
             dist.destroy_process_group()
 
 
-def job_variable(
-    name: str, default: int, least: int = 0, most: int | None = None
-) -> int:
-    """Return a number that torchrun sets in the environment. Raises UserError."""
-    text = os.environ.get(name, "")
-    if not text:
-        return default
-    number = int(text) if re.fullmatch(r"\d{1,9}", text) else -1
-    if most is None and number < least:
+def job_variables() -> tuple[int, int, int]:
+    """Return WORLD_SIZE, RANK and LOCAL_RANK, which torchrun sets in the environment.
+    Raises UserError for those that it cannot have set."""
+    values = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+    for name in values:
+        values[name] = os.environ.get(name) or values[name]
+    is_torchruns = all(re.fullmatch(r"\d{1,9}", text) for text in values.values())
+    if is_torchruns:
+        world_size, rank, local_rank = map(int, values.values())
+        has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        is_torchruns = rank < world_size and (world_size == 1 or has_store)
+    if not is_torchruns:
+        text = ", ".join(f"{name} = {value}" for name, value in values.items())
         raise UserError(
-            f"the environment variable {name} is {text!r}, not a number of at least "
-            f"{least}: {LEFT_OVER}"
+            f"{text} in the environment, but torchrun did not start this process: for "
+            "a single process unset these variables, which another job may have left "
+            "in this shell; for several start them with torchrun"
         )
-    if most is not None and not least <= number <= most:
-        raise UserError(
-            f"the environment variable {name} is {text!r}, not a number from {least} "
-            f"to {most}: {LEFT_OVER}"
-        )
-    return number
+    return world_size, rank, local_rank
 
 
 def fresh_store(rank: int, world_size: int, timeout: float) -> dist.Store:
     """Return torchrun's store, under a prefix of this attempt: a restarted job gets the
     old store, whose stale addresses make gloo fail (as of PyTorch 2.13). Each other
     rank leaves a random name in the store, under which rank 0 answers with the prefix.
-    timeout: seconds. Raises ConnectionError, and UserError without torchrun."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        raise UserError(
-            f"WORLD_SIZE is {world_size}, but torchrun did not start this process: "
-            f"{LEFT_OVER}"
-        )
+    timeout: seconds. Raises ConnectionError."""
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),

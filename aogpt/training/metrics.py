@@ -110,7 +110,9 @@ class Log:
         t = self.config.train
         for step, loss, norm in losses:
             finite = math.isfinite(loss + norm)
-            tokens = self.count_tokens(step)
+            tokens = t.batch_size * self.data.block_size
+            if self.data.of_records:  # those that are predicted
+                tokens = self.data.predicted(self.config.seed, step - 1, t.batch_size)
             progress = self.progress
             progress.sequences += t.batch_size
             progress.tokens += tokens
@@ -127,13 +129,6 @@ class Log:
                 self.started = time.perf_counter()
             if step % t.log_interval == 0 or step in (1, t.steps) or not finite:
                 self._training_row(step)
-
-    def count_tokens(self, step: int) -> int:
-        """Count the tokens that are predicted in a step, from 1."""
-        batch_size = self.config.train.batch_size
-        if self.data.of_records:
-            return self.data.predicted(self.config.seed, step - 1, batch_size)
-        return batch_size * self.data.block_size
 
     def _training_row(self, step: int) -> None:
         """Write a row of the steps since the last one, and print it."""
