@@ -331,15 +331,11 @@ def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
                 f"order.block {orders.block} exceeds the blocks of {folder}, "
                 f"{data.block_size} tokens; lower it"
             )
-    if vocab_size > m.vocab_size:
+    if vocab_size > (m.mask_token or m.vocab_size):
         raise UserError(
             f"the data in {folder} has a vocabulary of {vocab_size}: set "
-            f"model.vocab_size to that or above (it is {m.vocab_size})"
-        )
-    if m.mask_token is not None and m.mask_token < vocab_size:
-        raise UserError(
-            f"model.mask_token is {m.mask_token}, a token of the data in {folder}; set "
-            f"it to {vocab_size}, and model.vocab_size above that"
+            "model.vocab_size to that or above; of an encoder, set model.mask_token to "
+            "that and model.vocab_size above it"
         )
 
 

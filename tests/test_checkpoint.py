@@ -189,7 +189,7 @@ DAMAGES = {
     "nested": (lambda p: (p / STATE).write_text("[" * 10**5), STATE),
     "a newer format": (
         lambda p: change_state(p, format="aogpt-checkpoint-9"),
-        "checkpoint-9",
+        "not of the format aogpt-checkpoint-3",
     ),
     "a part elsewhere": (
         lambda p: change_state(p, parts={"../x": ""}),

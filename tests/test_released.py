@@ -250,7 +250,7 @@ def test_a_folder_with_one_pt_file_is_that_file_and_with_two_an_error_that_names
     torch.save(container()[0], tmp_path / "small.pt")
     assert load(tmp_path).path == str(tmp_path / "small.pt")
     shutil.copy(tmp_path / "small.pt", tmp_path / "medium.pt")
-    message = r"medium\.pt, small\.pt; give one's path"
+    message = r"medium\.pt, small\.pt; give the path of one file"
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path)
 
@@ -464,7 +464,7 @@ WRONG = {  # changes the contents of an AO-GPT -> what the message says
     ),
     "a wrong shape": (
         head_bias(torch.zeros(VOCAB + 1)),
-        ["head.bias is (38,) in the file, (37,)"],
+        ["head.bias is (38,) of torch.float32 in the file, (37,)"],
     ),
     "heads that do not divide": (
         lambda c: c["model_args"].update(n_head=5),
@@ -473,7 +473,7 @@ WRONG = {  # changes the contents of an AO-GPT -> what the message says
     "no model_args": (lambda c: c.pop("model_args"), ["it lacks vocab_size"]),
     "integers": (
         head_bias(torch.zeros(VOCAB, dtype=torch.long)),
-        ["head.bias holds torch.int64"],
+        ["head.bias is (37,) of torch.int64"],
     ),
     "NaN": (head_bias(torch.full((VOCAB,), math.nan)), ["numbers that are not finite"]),
     "no tensor": (head_bias([0.0]), ["lm_head.bias is list"]),
@@ -675,7 +675,7 @@ def test_an_export_holds_one_set_of_weights_and_says_so_when_the_other_is_asked_
         ),
         ({"vocab_size": 999}, "has a vocabulary of 999, but its model"),
         ({"model": settings["model"] | {"x": 1}}, "unknown key 'x'"),
-        ({"format": "aogpt-export-9"}, "of format aogpt-export-9"),
+        ({"format": "aogpt-export-9"}, "not of the format aogpt-export-2"),
     ):
         write(settings | changes)
         refused(raw, words)

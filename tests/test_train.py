@@ -663,7 +663,7 @@ MOMENT = "optimizer.blocks.0.mlp.fc.weight.exp_avg"
 WRONG_STATES = {  # change(tensors of a checkpoint) -> what the message says
     "another shape": (lambda t: t.update({MOMENT: torch.zeros(3)}), f"{MOMENT} is"),
     "another dtype": (lambda t: t.update({MOMENT: t[MOMENT].double()}), "float64"),
-    "missing": (lambda t: t.pop(MOMENT), f"lacks {MOMENT}"),
+    "missing": (lambda t: t.pop(MOMENT), f"{MOMENT} is missing"),
     "of no weight": (
         lambda t: t.update({"optimizer.x.step": torch.zeros(())}),
         "does not have",
@@ -718,7 +718,7 @@ def test_data_or_processes_that_do_not_fit_are_clear_errors(data, tmp_path):
         (change(config, model__block_size=10**6), "lower block_size to at most"),
         (
             change(encoder, model__mask_token=256),
-            "model.mask_token is 256, a token of the data .* set it to 257",
+            "vocabulary of 257: .* of an encoder, set model.mask_token to that",
         ),
     ):
         with pytest.raises((UserError, OSError), match=message):

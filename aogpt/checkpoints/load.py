@@ -195,13 +195,11 @@ def weights_file(folder: Path) -> Path:
     """Find the file of weights in a folder."""
     files = [folder / name for name in WEIGHTS_FILES if (folder / name).is_file()]
     files = files[:1] or sorted(folder.glob("*.pt"))
-    if len(files) > 1:
+    if len(files) != 1:
         names = ", ".join(file.name for file in files)
-        raise CheckpointError(f"{folder} holds {names}; give one's path")
-    if not files:
         raise CheckpointError(
-            f"{folder} holds no checkpoints/step_N (has its run trained?) and no "
-            f"weights; {SUPPORTED}"
+            f"{folder} holds {names or 'no checkpoints/step_N and no weights'}; give "
+            f"the path of one file or folder; {SUPPORTED}"
         )
     return files[0]
 
@@ -342,12 +340,13 @@ def from_export(
 ) -> Loaded:
     """Make the model of an export. checked: its settings hold the file's checksum."""
     place = file.with_name("config.json")
-    if export.get("sha256") != store.digest(export):
-        raise CheckpointError(f"{place} is damaged (checksum); copy the export again")
-    if export.get("format") != EXPORT_FORMAT:
+    if (
+        export.get("sha256") != store.digest(export)
+        or export["format"] != EXPORT_FORMAT
+    ):
         raise CheckpointError(
-            f"{place} is of format {export.get('format')}; "
-            f"this version reads {EXPORT_FORMAT}"
+            f"{place} is damaged (checksum), or not of the format {EXPORT_FORMAT}; "
+            "copy the export again"
         )
     if checked and export["files"].get(file.name) != sha256_file(file):
         raise CheckpointError(f"{file} is damaged (checksum); copy the export again")
@@ -396,13 +395,11 @@ def make_model(
 def checked_copy(name: str, value: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Copy a tensor to float32; the file behind it, mapped into memory, may change.
     Raises UserError for another shape or kind, and for numbers that are not finite."""
-    if tuple(value.shape) != shape:
+    is_plain = value.is_floating_point() and value.layout == torch.strided
+    if tuple(value.shape) != shape or not is_plain:
         raise UserError(
-            f"{name} is {tuple(value.shape)} in the file, {shape} in the model"
-        )
-    if not value.is_floating_point() or value.layout != torch.strided:
-        raise UserError(
-            f"{name} holds {value.dtype} ({value.layout}), not plain numbers"
+            f"{name} is {tuple(value.shape)} of {value.dtype} in the file, {shape} of "
+            "plain numbers in the model"
         )
     value = value.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if not store.is_finite(value):

@@ -180,10 +180,8 @@ def read_lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
     """Yield the lines of a text file that are not blank, each with its place, "FILE
     line N"."""
     is_stdin = str(path) == "/dev/stdin"
-    if not path.exists() and not is_stdin:
-        raise UserError(f"{option} {path}: there is no such file")
     if not path.is_file() and not is_stdin:
-        raise UserError(f"{option} {path}: it is not a regular file; copy it to one")
+        raise UserError(f"{option} {path}: there is no such file, or not a regular one")
     with open(path, "rb") as file:
         yield from lines_of(file, str(path))
 

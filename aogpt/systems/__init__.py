@@ -111,13 +111,9 @@ def check_config(c: ModelConfig) -> None:
             "model.target = 'rotary' rotates queries: set model.position to 'rotary'"
         )
     has_start = system_of(c).has_start
-    if not c.is_encoder and c.start == "hidden" and not has_start:
+    is_of_start = c.start == "hidden" or c.query_at == "before_target"
+    if not c.is_encoder and is_of_start and not has_start:
         raise UserError(
-            f"model.start = 'hidden' hides [None], which model.target = {c.target!r} "
-            "does without; leave model.start out"
-        )
-    if not c.is_encoder and c.query_at == "before_target" and not has_start:
-        raise UserError(
-            f"model.query_at is 'before_target', but with model.target = {c.target!r} "
-            "a query stands at its target; leave model.query_at out"
+            "model.start = 'hidden' and model.query_at = 'before_target' are for "
+            f"[None], which model.target = {c.target!r} does without; leave them out"
         )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..checkpoints import load
 from ..checkpoints.load import Loaded
+from ..checkpoints.pretrained import check_length
 from ..data.tokenizers import HUB, other_tokenizer
 from ..model import Transformer
 from ..runtime.errors import UserError
@@ -30,7 +31,7 @@ def weights_to_start_from(
     """Return the weights of train.init_from by name, and print what differs from their
     source. Raises UserError for a source that cannot start the run."""
     source = load(config.train.init_from)
-    check_window(config, source)
+    check_length(source.window, config.model.block_size)
     check_same_tokenizer(config, source, data_meta)
     weights = initial_weights(config, source.model)
     procs.print0(f"started from the weights of {config.train.init_from}")
@@ -42,19 +43,6 @@ def weights_to_start_from(
     if source.scored_from and not config.model.is_encoder:
         procs.print0(FIRST_TOKENS.format(source=config.train.init_from))
     return weights
-
-
-def check_window(config: Config, source: Loaded) -> None:
-    """Raise UserError for blocks that are longer than the window of the attention of
-    the model to start from."""
-    window = source.window
-    block_size = config.model.block_size
-    if window is not None and block_size > window:
-        raise UserError(
-            f"{config.train.init_from} has a sliding window of {window} tokens, which "
-            f"our model does not have: give at most --model.block-size {window} (it is "
-            f"{block_size})"
-        )
 
 
 def check_same_tokenizer(
