@@ -2,7 +2,6 @@
 from them."""
 
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -12,15 +11,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from helpers import (
-    ALONE,
-    make_data,
-    prepared,
-    run_main,
-    run_script,
-    some_slow,
-    tiny_config,
-)
+from helpers import ALONE, make_data, prepared, run_main, run_script, tiny_config
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import random_tokens
@@ -33,9 +24,7 @@ from aogpt.data import prepare
 from aogpt.data.tokenizers import get_tokenizer
 from aogpt.model import rotary_angles
 from aogpt.runtime.errors import UserError
-from aogpt.sampling import Engine, Samples, TokenChoice, order_plan
 from aogpt.systems import build_model
-from aogpt.training import config as configuration
 from aogpt.training import initial_weights
 from aogpt.training.warm_start import warm_start
 from convert import convert
@@ -206,7 +195,8 @@ def in_float64(model, config):
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_transformers(kind, tmp_path):
-    theirs = write_model(tmp_path, kind, max_shard_size="30kB")
+    dtype = torch.bfloat16 if kind == "Qwen2" else torch.float32
+    theirs = write_model(tmp_path, kind, dtype, max_shard_size="15kB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     loaded = load(tmp_path)
     has_bos = "Qwen" not in kind
@@ -228,36 +218,6 @@ def test_logits_are_those_of_transformers(kind, tmp_path):
         assert tokenizer.starts == [theirs.config.bos_token_id]
     else:
         assert tokenizer.starts == []
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_greedy_text_of_a_bfloat16_file_is_that_of_transformers(kind, tmp_path):
-    theirs = write_model(tmp_path, kind, torch.bfloat16)
-    loaded = load(tmp_path)
-    prompt = loaded.get_tokenizer().encode("the quick")
-    ids = torch.tensor([loaded.get_tokenizer().starts + prompt])
-    with torch.no_grad():
-        expected = theirs.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=64,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    got = greedy(loaded, prompt, 64)  # through the cache
-    assert got == expected[0, -64:].tolist()
-    assert len(set(got)) > 5
-
-
-def greedy(loaded, prompt: list[int], count: int) -> list[int]:
-    length = len(prompt) + count
-    given = torch.arange(length)[None] < len(prompt)
-    tokens = torch.tensor([prompt + [0] * count])
-    choice = TokenChoice(temperature=0)
-    plan = order_plan(Samples(1, length, given=given), "l2r")
-    samples = Engine(loaded.model, choice).generate(plan, tokens)
-    return samples.tokens[0, len(prompt) :].tolist()
 
 
 def test_weights_of_one_file_or_many_are_the_same(llama, tmp_path):
@@ -472,38 +432,6 @@ def test_loading_needs_little_more_memory_than_the_weights(llama, tmp_path):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     done = run_script("-c", PEAK, llama[1], tmp_path)
     assert 0.9 < float(done.stdout) < 1.3
-
-
-@pytest.mark.parametrize(
-    "kind, target",
-    some_slow(
-        itertools.product(KINDS, ["none", "rotary"]),
-        lambda kind, target: (kind, target) in (("Llama", "rotary"), ("Qwen2", "none")),
-        "the other kinds, in the same way",
-    ),
-)
-def test_the_documented_warm_start_adds_no_weights(kind, target, tmp_path):
-    """The command line of docs/weights.md, at a rate of 0."""
-    write_model(tmp_path / "source", kind)
-    data = tmp_path / "data"
-    text = tmp_path / "text.txt"
-    text.write_text("\n\n".join(f"the quick brown fox {i} naïve" for i in range(200)))
-    prepared("text", data, text, tokenizer=str(tmp_path / "source" / "tokenizer.json"))
-    words = ["configs/aogpt_llama.toml", f"--out={tmp_path}", f"--data.folder={data}"]
-    words.append(f"--train.init-from={tmp_path / 'source'}")
-    words += "--optim.lr=0 --optim.warmup-steps=0 --train.steps=1".split()
-    words += "--train.batch-size=4 --model.block-size=32 --eval.sequences=4".split()
-    words += "--train.parallel=ddp --train.device=cpu --train.no-compile".split()
-    if target == "none":
-        words += "--model.target=none --order.kind=l2r --objective.kind=ar".split()
-    config = configuration.from_command_line(words, "")
-    assert train.train(config, ALONE) == 0
-    source = dict(load(tmp_path / "source").model.named_parameters())
-    run = load(config.run_folder, weights="raw").model
-    assert run.config.target == target
-    weights = dict(run.named_parameters())
-    assert weights.keys() == source.keys()
-    assert all(torch.equal(p, source[name]) for name, p in weights.items())
 
 
 @settings(deadline=None, max_examples=60)
