@@ -109,8 +109,8 @@ def validation_loss(
     size = config.micro_batch_size(procs.world_size)
     precision = autocast(procs.device, config.dtype_on(procs.device))
     draws = 1 if orders.is_fixed else config.eval.draws
-    totals = torch.zeros(draws, dtype=torch.float64)  # losses of sequences, by draw
-    predicted = torch.zeros((), dtype=torch.float64)  # tokens of data with prompts
+    totals = torch.zeros(draws, dtype=torch.float64)  # losses of tokens, by draw
+    tokens_scored = 0
     share = procs.share(count)
     largest_share = math.ceil(count / procs.world_size)
     for first in range(share.start, share.start + largest_share, size):
@@ -124,8 +124,6 @@ def validation_loss(
         roles = None
         if val_data.of_records:
             roles = Roles.of(val_data.roles(chosen[batch_rows]))
-            if counts:
-                predicted += roles.predicted.sum()
         for draw in range(draws):
             with precision:
                 nll = token_nll(
@@ -139,22 +137,15 @@ def validation_loss(
                     group=group,
                     roles=roles,
                 )
-            if not counts:
-                continue
-            if roles is None:
-                totals[draw] += nll.means().sum().cpu()
-            else:
-                # With prompts, sequences differ in predicted tokens: the mean is over
-                # tokens.
-                totals[draw] += nll.values.sum().cpu()
+            if counts:
+                totals[draw] += nll.values.sum(dim=1).sum().cpu()
+        if counts:  # as many in every draw
+            tokens_scored += int(nll.scored.sum())
     reshard(model)
 
-    parts = procs.gather((totals, predicted))
+    parts = procs.gather((totals, tokens_scored))
     total = sum(of_process for of_process, _ in parts)
-    tokens_or_sequences = count
-    if val_data.of_records:
-        tokens_or_sequences = sum(of_process for _, of_process in parts)
-    means = (total / tokens_or_sequences).tolist()
+    means = (total / sum(of_process for _, of_process in parts)).tolist()
     error = None
     if draws > 1:
         error = statistics.stdev(means) / math.sqrt(draws)
