@@ -15,13 +15,15 @@ each recipe. Runs with the same seed see the same batches and are validated unde
 same orders, so that differences between run configs are paired.
 """
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict
 
-from aogpt.runtime.errors import UserError
-from aogpt.runtime.validation import damaged, from_values, read_toml
+from aogpt.runtime.errors import UserError, reason_of
+from aogpt.runtime.validation import FileError, from_values, read_toml
 from aogpt.training import config as configuration
 from aogpt.training.config import Config
 from studies.measures import Measure
@@ -235,6 +237,17 @@ def experiment_names() -> list[str]:
     """Return the names of all experiments, by number."""
     names = [path.stem for path in CONFIGS.glob("E*.toml")]
     return sorted(names, key=lambda name: int(name[1:]))
+
+
+@contextlib.contextmanager
+def damaged(path: Path | str, advice: str) -> Iterator[None]:
+    """Turn an exception while a file is read into a FileError that names it."""
+    try:
+        yield
+    except (FileError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise FileError(f"{path} is damaged: {reason_of(error)}; {advice}") from error
 
 
 def load_experiment(name: str) -> Experiment:

@@ -32,13 +32,12 @@ from aogpt.runtime.validation import (
     Count,
     FileError,
     check_values,
-    damaged,
     read_bounded,
     read_toml,
 )
 from aogpt.training.config import Config
 from studies.bench_common import cpu_name, spread_of
-from studies.experiment import Experiment, laid_over, read_run_configs
+from studies.experiment import Experiment, damaged, laid_over, read_run_configs
 from studies.pages import mean_cell, mean_tokens_to, tuned_cell, value_of
 from studies.runner import MissingRow, Results, Runner, commits_of
 from studies.runs import ROOT, finished_run, speed_of

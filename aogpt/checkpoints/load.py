@@ -47,6 +47,9 @@ EXPORTED = (
 WEIGHTS_FILES = ("model.safetensors", INDEX, "pytorch_model.bin")
 ADVICE = "get it again"
 VOCABULARY = "vocab.json"
+# The generation_config.json may name the end of a text.
+SETTINGS_FILES = ["config.json", "generation_config.json", VOCABULARY]
+SETTINGS_FILES += [HUB, OWN, HUB_SETTINGS]
 
 
 @dataclass(frozen=True)
@@ -218,9 +221,7 @@ def download(repo: str, weights: tuple[str, ...]) -> Path:
         import huggingface_hub
 
         for name in weights or ("config.json",):
-            patterns = ["config.json", HUB, OWN, HUB_SETTINGS, name]
-            patterns.append("generation_config.json")  # it may name the end of a text
-            patterns.append(VOCABULARY)
+            patterns = [*SETTINGS_FILES, name]
             if name == INDEX:
                 patterns.append("model-*-of-*.safetensors")
             local = Path(

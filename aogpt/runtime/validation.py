@@ -2,7 +2,6 @@
 TypedDict declares."""
 
 import codecs
-import contextlib
 import dataclasses
 import functools
 import json
@@ -12,7 +11,7 @@ import re
 import reprlib
 import tomllib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import (
     Annotated,
@@ -28,7 +27,7 @@ from typing import (
 
 from annotated_types import Interval, Predicate
 
-from .errors import UserError, reason_of
+from .errors import UserError
 
 LARGEST = 2**31  # of a count: no list or tensor of ours is longer
 Count = Annotated[int, Interval(ge=1, le=LARGEST)]
@@ -260,16 +259,12 @@ def read_toml(path: Path) -> dict:
 def read_bounded(path: Path, most: int = MAX_BYTES) -> bytes:
     """Return the bytes of a regular file of at most `most` bytes. Raises FileError."""
     # opening a FIFO would wait
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise FileError(f"{path} is not a regular file; copy its contents to one")
-    with open(path, "rb") as file:
-        data = file.read(most + 1)
-    if len(data) > most:
+    is_special = path.exists() and not (path.is_file() or path.is_dir())
+    if is_special or (path.is_file() and path.stat().st_size > most):
         raise FileError(
-            f"{path} has more than {most >> 20} MB: it is not a settings file; name "
-            "another"
+            f"{path} is not a regular file of at most {most >> 20} MB; name another"
         )
-    return data
+    return path.read_bytes()
 
 
 def expand_home(path: str | Path) -> Path:
@@ -278,14 +273,3 @@ def expand_home(path: str | Path) -> Path:
         return Path(path).expanduser()
     except RuntimeError as error:  # the user has no home directory
         raise UserError(f"{path}: {error} Write the path without ~.") from None
-
-
-@contextlib.contextmanager
-def damaged(path: Path | str, advice: str) -> Iterator[None]:
-    """Turn an exception while a file is read into a FileError that names it."""
-    try:
-        yield
-    except (FileError, OSError, MemoryError):
-        raise
-    except Exception as error:
-        raise FileError(f"{path} is damaged: {reason_of(error)}; {advice}") from error
