@@ -94,14 +94,10 @@ def test_its_parameters_and_its_length():
 
 
 @pytest.mark.parametrize(
-    "settings, words",
-    [
-        ({"start": "hidden"}, "model.start"),
-        ({"query_at": "before_target"}, "model.query_at"),
-    ],
+    "settings", [{"start": "hidden"}, {"query_at": "before_target"}]
 )
-def test_settings_without_effect_are_refused(settings, words):
-    with pytest.raises(ValueError, match=rf"{words}.*leave {words} out"):
+def test_settings_without_effect_are_refused(settings):
+    with pytest.raises(ValueError, match="are for .None., .* leave them out"):
         build_model(tiny_model("mask_query", **settings))
 
 

@@ -3,7 +3,7 @@ weights."""
 
 import re
 from collections.abc import MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -75,14 +75,7 @@ class Loaded:
     tokenizer_sha256: str | None = None  # of its vocabulary; None: not recorded
     # Tokens of the blocks that it was trained on; None: not recorded.
     longest: int | None = None
-
-    @property
-    def description(self) -> str:
-        """Return the source, its step and the kind of its weights."""
-        text = f"{self.path} (step {self.step}, {self.weights} weights"
-        if self.longest is not None and self.model.config.block_size > self.longest:
-            text += f", trained on blocks of {self.longest} tokens"
-        return f"{text})"
+    description: str = ""  # the source, its step and the kind of its weights
 
     def get_tokenizer(self) -> Tokenizer:
         """Read its tokenizer. Raises UserError if the file has changed."""
@@ -149,7 +142,10 @@ def load(
     if loaded.record_end is not None:
         model.exclude(count, loaded.record_end.token)
     model.to(device).eval()
-    return loaded
+    description = f"{file} (step {loaded.step}, {loaded.weights} weights"
+    if loaded.longest is not None and model.config.block_size > loaded.longest:
+        description += f", trained on blocks of {loaded.longest} tokens"
+    return replace(loaded, description=f"{description})")
 
 
 def load_model(path: str | Path, weights: Weights = "ema", device="cpu") -> Transformer:
