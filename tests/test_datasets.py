@@ -395,6 +395,8 @@ FILES = {
     "list.jsonl": b'["text"]\n',
     "twice.jsonl": GOOD + b'{"text": "a", "text": "b"}\n',
     "twice.json": b'[{"text": "a", "id": {"n": 1, "n": 2}}]',
+    "rows.json": b'[{"text": "ok"}, {"text": ["list"]}, 5]',
+    "five.json": b"5",
     "other.jsonl": GOOD + b'{"body": "b", "title": "t"}\n',
     "cut.txt.gz": gzip.compress(NOISE)[:-3000],
     "fake.parquet": b"no parquet at all",
@@ -419,6 +421,8 @@ FILES = {
             "number.jsonl line 2: no text in the field 'text', but 'text' .int",
         ),
         ("text", "list.jsonl", {}, "list.jsonl line 1: this is a list, not an object"),
+        ("text", "rows.json", {}, "rows.json row 2: no text in the field 'text'"),
+        ("text", "five.json", {}, "five.json row 1: this is a int, not an object"),
         ("text", "twice.jsonl", {}, "twice.jsonl line 2: .*two keys 'text' in one"),
         ("text", "twice.json", {}, "twice.json: .*two keys 'n' in one object"),
         (

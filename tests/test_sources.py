@@ -38,37 +38,12 @@ def test_hidden_files_of_a_folder_are_not_read(tmp_path):
     assert documents(out) == ["a.txt", "of/b.txt"]
 
 
-@pytest.mark.parametrize("content", ['{"prompt": "1", "tags": [1]}', "5", '"text"'])
-def test_a_json_file_of_one_row_without_a_text_is_a_bad_row(tmp_path, content):
-    path = tmp_path / "a.json"
-    path.write_text(content)
-    with pytest.raises(UserError, match="a.json row 1: "):
-        prepared("text", tmp_path / "o", path, split="test")
-
-
 def test_a_json_file_of_one_row_is_that_row(tmp_path):
     path = tmp_path / "a.json"
     path.write_text(
         json.dumps({"text": "first", "tags": [{"text": "a tag"}]}, indent=1)
     )
     assert documents(prepared("text", tmp_path / "o", path, split="test")) == ["first"]
-
-
-BAD = {
-    "a.jsonl": ('{"text": "ok"}\n{"text": null}\n{"text": 3}\n{\n[1]\n{"a": "b"}\n', 2),
-    "c.json": ('[{"text": "ok"}, {"text": ["list"]}, 5]', 2),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_row_is_named(tmp_path, name):
-    content, first = BAD[name]
-    path = tmp_path / name
-    path.write_text(content)
-    place = "line" if name == "a.jsonl" else "row"
-    with pytest.raises(UserError, match=f"{name} {place} {first}: "):
-        prepared("text", tmp_path / "o", path, split="test")
-    assert not (tmp_path / "o").exists()
 
 
 def test_a_column_that_is_read_stands_once_in_a_parquet_file(tmp_path):
