@@ -203,12 +203,8 @@ def test_prompts_of_another_field_and_records_that_are_too_long(tmp_path, capsys
 def test_what_cannot_be_prepared_is_said(tmp_path, row, options, says):
     source = write_rows(tmp_path / "rows.jsonl", [row])
     with pytest.raises(UserError, match=says):
-        prepared(
-            "records",
-            tmp_path / "out",
-            source,
-            **{"block_size": 8, "split": "test"} | options,
-        )
+        of_test = partial(prepared, "records", block_size=8, split="test")
+        of_test(tmp_path / "out", source, **options)
     assert not (tmp_path / "out").exists()
 
 
