@@ -353,6 +353,7 @@ def test_of_a_thousand_samples_in_random_order_each_ends_once(
         (["--length", 16], "at most 15"),
         (["--prompt", "a" * 16], "at most 15"),
         (["--prompt", "[MASK:16]"], "exceed"),
+        (["--prompts", run.data.folder, "--length", 4], "leave out the length"),
     ):
         with pytest.raises(UserError, match=words):
             draw(*options)
