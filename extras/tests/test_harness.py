@@ -4,7 +4,6 @@ tasks through lm-evaluation-harness without network."""
 import itertools
 import json
 import math
-import re
 import statistics
 from types import SimpleNamespace
 
@@ -128,8 +127,7 @@ def test_end_of_text_in_a_text_is_one_token_as_where_texts_are_scored(
 
 def test_other_special_tokens_in_a_request_are_counted(monkeypatch):
     lm = adapter("AO-GPT")
-    pattern = re.compile(r"</s>|<\|endoftext\|>")
-    monkeypatch.setattr(lm.tokenizer, "special_pattern", pattern)
+    monkeypatch.setattr(lm.tokenizer, "special_tokens", ["</s>", "<|endoftext|>"])
     lm.loglikelihood([request("a</s>b</s>", "c<|endoftext|>"), request("</s>", "d")])
     assert lm.special == {"</s>": 2}
 
