@@ -78,8 +78,7 @@ def train(config: Config, procs: Processes) -> int:
     data = TokenDataset(
         source, "train", config.model.block_size, max_tokens=config.data.max_tokens
     )
-    epochs = config.train.epochs
-    if epochs:
+    if config.train.epochs:
         config = config.with_steps(config.steps_of_epochs(data.num_blocks))
     val_data = None
     files = dict(data.files)
