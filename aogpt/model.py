@@ -429,13 +429,13 @@ class Projection(nn.Linear, Layer):
 
 
 def rotary_angles(c: ModelConfig) -> Tensor:
-    """Return cosines and sines of the positions' angles, float64
+    """Return cosines and sines of the positions' angles, float64 on the CPU,
     (block_size + 1, 2, D/H/2).
 
     rope_scaling (factor, low, high, length), Llama 3.1: frequencies of fewer than `low`
     turns in `length` positions are divided by the factor, those of more than `high`
     stay, linear between."""
-    coordinates = torch.arange(0, c.head_dim, 2, dtype=torch.float64)
+    coordinates = torch.arange(0, c.head_dim, 2, dtype=torch.float64, device="cpu")
     exponents = coordinates / c.head_dim
     frequency = c.rope_base**-exponents
     if c.rope_scaling is not None:
@@ -444,7 +444,7 @@ def rotary_angles(c: ModelConfig) -> Tensor:
         share = (turns - low) / (high - low)
         share = share.clamp(0, 1)
         frequency = frequency * (share + (1 - share) / factor)
-    positions = torch.arange(c.block_size + 1, dtype=torch.float64)
+    positions = torch.arange(c.block_size + 1, dtype=torch.float64, device="cpu")
     angle = positions[:, None] * frequency
     return torch.stack([angle.cos(), angle.sin()], dim=1)
 

@@ -19,7 +19,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from filelock import FileLock
 
 from aogpt.data.loader import find_dataset
@@ -27,7 +26,7 @@ from aogpt.runtime.command_line import show
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import write_jsonl
 from aogpt.runtime.validation import Count
-from aogpt.systems import build_model, flops_per_token
+from aogpt.systems import build_on_meta, flops_per_token
 from aogpt.training import config as configuration
 from aogpt.training.config import Config
 from studies.experiment import Experiment, RunConfig, Values
@@ -304,8 +303,7 @@ class Runner:
             if pairs and tuned[key] in (grid[0], grid[-1]):
                 at_boundary = True
         config = self.experiment.config(recipe, one, 0, tuned)
-        with torch.device("meta"):  # shapes without weights
-            model = build_model(config.model)
+        model = build_on_meta(config.model)
         return {
             "description": one.description,
             "tuning": tuning_rows,

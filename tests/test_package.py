@@ -130,3 +130,13 @@ def test_the_command_says_which_release_this_is(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["aogpt", "--version"])
     __main__.main()
     assert capsys.readouterr().out == f"aogpt {aogpt.__version__}\n"
+
+
+def test_a_model_is_loaded_without_the_compiler_of_torch():
+    script = (
+        "import sys, aogpt\n"
+        "model = aogpt.load('results/books_model')\n"
+        "model.score(['The old horse was tired.'])\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)

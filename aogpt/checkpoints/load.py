@@ -27,7 +27,7 @@ from ..model import ModelConfig, Transformer
 from ..runtime.errors import UserError, reason_of
 from ..runtime.files import sha256_file
 from ..runtime.validation import expand_home, from_values, read_json
-from ..systems import build_model, set_block_size
+from ..systems import build_on_meta, set_block_size
 from . import pretrained, released, store
 from .store import CheckpointError
 from .tensors import INDEX, SUPPORTED, LazyTensors, read_weights, renamed
@@ -367,8 +367,7 @@ def make_model(
 ) -> Transformer:
     """Make the model of these weights, float32. They are removed from `weights` one by
     one, so that little more than the model is in memory. Raises UserError."""
-    with torch.device("meta"):  # without memory
-        model = build_model(config)
+    model = build_on_meta(config)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     missing = sorted(shapes.keys() - weights.keys())
     unknown = sorted(weights.keys() - shapes.keys())

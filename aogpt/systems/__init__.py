@@ -1,9 +1,12 @@
 """Every system as a model: `build_model(config)`, which checks the configuration."""
 
 import dataclasses
-from typing import Annotated, get_type_hints
+from collections.abc import Callable
+from typing import Annotated, Any, get_type_hints
 
+import torch
 from annotated_types import Interval
+from torch.overrides import TorchFunctionMode
 
 from ..model import ModelConfig, PositionTable, Transformer
 from ..runtime.errors import UserError
@@ -19,10 +22,34 @@ def build_model(config: ModelConfig) -> Transformer:
     impossible one."""
     check_config(config)
     model = system_of(config)(config)
-    # On the meta device there is no memory, for weights that are read from a file.
-    if not model.wte.weight.is_meta:
-        init_weights(model)
+    init_weights(model)
     return model
+
+
+class WithoutInitialValues(TorchFunctionMode):
+    """New modules keep the parameters that they are made with. On the meta device these
+    have no values, and to set them torch imports its compiler, a second of every
+    start."""
+
+    def __torch_function__(
+        self,
+        function: Callable,
+        types: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
+    ) -> Any:
+        named = kwargs or {}
+        if getattr(function, "__module__", "") == "torch.nn.init":
+            return named["tensor"]
+        return function(*args, **named)
+
+
+def build_on_meta(config: ModelConfig) -> Transformer:
+    """Return the model of a configuration without memory, for its shapes or to be given
+    weights. Raises UserError for an impossible one."""
+    check_config(config)
+    with torch.device("meta"), WithoutInitialValues():
+        return system_of(config)(config)
 
 
 def set_block_size(model: Transformer, block_size: int) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..checkpoints import load
@@ -14,7 +13,7 @@ from ..data.tokenizers import HUB, other_tokenizer
 from ..model import Transformer
 from ..runtime.errors import UserError
 from ..runtime.processes import Processes
-from ..systems import build_model
+from ..systems import build_model, build_on_meta
 from .config import Config
 from .warm_start import check_start, differing_keys, warm_start
 
@@ -65,8 +64,7 @@ def check_same_tokenizer(
 def initial_weights(config: Config, source: Transformer) -> dict[str, Tensor]:
     """Return the initial weights of a run that starts from a model, by name: where it
     has no others, the source's own tensors, not copies."""
-    with torch.device("meta"):
-        empty = build_model(config.model)
+    empty = build_on_meta(config.model)
     shapes = {name: p.shape for name, p in empty.named_parameters()}
     theirs: dict[str, Tensor] = dict(source.named_parameters())
     if shapes == {name: p.shape for name, p in theirs.items()}:

@@ -16,7 +16,7 @@ from ..model import Transformer
 from ..runtime.devices import has_compiler
 from ..runtime.errors import UserError
 from ..runtime.processes import Processes
-from ..systems import build_model, init_weight
+from ..systems import build_on_meta, init_weight
 from .config import Config
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ def build(
     """Return a model on its device. Under fsdp it is sharded block by block, so that no
     process holds more than one block in full. weights: initial values by name, which
     are used up; None: random, or with `empty` zeros to load a checkpoint into."""
-    with torch.device("meta"):
-        model = build_model(config.model)
+    model = build_on_meta(config.model)
     shard = None
     if config.train.parallel == "fsdp":
         shard = sharding(config, procs)
