@@ -275,14 +275,7 @@ def from_file(file: Path, weights: str) -> Loaded:
     if pretrained.is_pretrained(settings):
         return from_pretrained(settings, contents, file)
     if settings.get("model_type") == "aogpt":  # of an earlier version's --hub
-        same = {name: name for name in contents}
-        prefixed = renamed(same, lambda name: name.removeprefix("model."))
-        tensors = LazyTensors(
-            {
-                ours: partial(contents.__getitem__, name)
-                for ours, name in prefixed.items()
-            }
-        )
+        tensors = renamed(contents, lambda name: name.removeprefix("model."))
         return from_export(settings["aogpt"], tensors, file, weights, checked=False)
     if str(settings.get("format")).startswith("aogpt-export-"):
         return from_export(settings, contents, file, weights, checked=True)
