@@ -762,20 +762,6 @@ def test_a_token_file_that_changes_under_a_run_ends_it_in_one_line_and_a_checkpo
     assert newest(config)["step"] == 9
 
 
-@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl"])
-def test_files_of_a_user_s_own_are_not_taken_over_by_a_run(data, tmp_path, name):
-    config = tiny_config(data, tmp_path, steps=5)
-    config.run_folder.mkdir()
-    own = config.run_folder / name
-    own.write_text("# mine\n" + configuration.to_toml(config))
-    before = own.read_text()
-    message = rf"holds the {name} of another run, .* another --name"
-    with pytest.raises(ValueError, match=message):
-        train.train(config, ALONE)
-    assert own.read_text() == before
-    assert files(config.run_folder) == {name: own.read_bytes()}
-
-
 def unmount(folder):
     """As a `checkpoints` that is a link to a disk which is not mounted."""
     shutil.move(folder / "checkpoints", folder.parent / "disk")
