@@ -133,8 +133,8 @@ def write_pages() -> None:
         if pages.has_results(name):
             write_pages_of(*pages.load_results(name))
     write_text(pages.RESULTS / "README.md", pages.overview())
-    write_text(pages.RESULTS / "systems.md", systems_page())
     if "E21" in experiment_names():
+        write_text(pages.RESULTS / "systems.md", systems_page())
         write_targets_page()
         write_front_figures()
     for name, page in pages.FRONT.items():
