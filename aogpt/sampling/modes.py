@@ -1,5 +1,5 @@
-"""The modes of generation as scripts offer them: options, and samples from a seed
-alone.
+"""The modes of generation as scripts offer them: options, texts with gaps as contexts,
+and samples from a seed alone.
 
 Shapes: B samples, T positions of the longest."""
 
