@@ -33,7 +33,8 @@ from studies.runs import rows_by, run_well
 
 BATCH = 64  # molecules in a pass, or in flight
 SEED = 0
-HOLE = (3, 8)  # letters of a hole
+SHORTEST_HOLE = 3  # letters
+LONGEST_HOLE = 8
 PROPOSALS = 8  # fillings of a hole that a GPT draws, of which one is resampled
 JOINT = 4  # most letters of a joint
 EXAMPLES = 12  # of each kind, to look at
@@ -222,7 +223,7 @@ def holes_of(molecules: Sequence[str]) -> list[tuple[str, str, str]]:
     chosen = random.Random(SEED)
     holes = []
     for text in molecules:
-        size = min(chosen.randint(*HOLE), len(text))
+        size = min(chosen.randint(SHORTEST_HOLE, LONGEST_HOLE), len(text))
         start = (len(text) - size) // 2
         holes.append((text[:start], text[start : start + size], text[start + size :]))
     return holes
@@ -257,8 +258,8 @@ def filled_by_gpt(
             texts = [before + part + after for part in parts]
             weights = []
             for scored in model.score(texts, end=True):
-                known = scored.log_probs[len(before) + size :]
-                weights.append(math.fsum(value or 0.0 for value in known))
+                rest = scored.log_probs[len(before) + size :]
+                weights.append(math.fsum(value or 0.0 for value in rest))
             most = max(weights)
             (part,) = chosen.choices(
                 parts, [math.exp(weight - most) for weight in weights]

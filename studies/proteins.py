@@ -50,10 +50,10 @@ class Variant:
         for place, (old, new) in self.mutations.items():
             before, after = (new, old) if undo else (old, new)
             if place >= len(letters) or letters[place] != before:
-                found = letters[place] if place < len(letters) else "nothing"
+                letter = letters[place] if place < len(letters) else "nothing"
                 raise UserError(
                     f"{old}{place + 1}{new} does not fit the sequence, which has "
-                    f"{found} at place {place + 1}"
+                    f"{letter} at place {place + 1}"
                 )
             letters[place] = after
         return "".join(letters)

@@ -237,7 +237,7 @@ def test_samples_are_those_of_sample_py(material, tmp_path, monkeypatch, capsys)
 # ---- the page ------------------------------------------------------------------------
 
 
-def row_of(system, measure, **values):
+def row_of(system, measure, values):
     run = f"out/molecules/quarter/{system}_muon_lr0.02_s300"
     row = {"key": f"{run} {measure}", "system": system, "run": run, "step": 6170}
     return {**row, "measure": measure, "parameters": 808_232, **values}
@@ -245,19 +245,19 @@ def row_of(system, measure, **values):
 
 def nats_row(system, measure, mean):
     each = [mean + 0.5 * (-1) ** n for n in range(100)]
-    return row_of(system, measure, nats=mean, draws=1, each=each)
+    return row_of(system, measure, {"nats": mean, "draws": 1, "each": each})
 
 
 def sample_row(mode, samples, valid):
     values = {"mode": mode, "samples": samples, "valid": valid}
     values |= {"passes": 36.0, "seconds": 0.1, "examples": []}
-    return row_of("mask_query", f"samples_{mode}_{samples}", **values)
+    return row_of("mask_query", f"samples_{mode}_{samples}", values)
 
 
 def hole_row(system, measure, valid):
     examples = [["C[MASK:3]C", "CCCCC", "CCOCC"], ["C[MASK]", "C(", "CC"]] * 3
     values = {"molecules": 1000, "valid": valid, "equal": 0.1, "examples": examples}
-    return row_of(system, measure, **values)
+    return row_of(system, measure, values)
 
 
 ROWS = [
@@ -270,10 +270,12 @@ ROWS = [
     row_of(
         "mask_query",
         "joints",
-        rows=[
-            {"size": 1, "exact": e, "averaged": e, "sum": e, "pseudo": e}
-            for e in (-1.0, -2.0)
-        ],
+        {
+            "rows": [
+                {"size": 1, "exact": e, "averaged": e, "sum": e, "pseudo": e}
+                for e in (-1.0, -2.0)
+            ]
+        },
     ),
 ]
 
@@ -312,7 +314,7 @@ def test_the_page_has_verdicts_tables_and_drawings(tmp_path):
 
 
 def test_the_encoder_is_named_by_its_loss():
-    rows = {"encoder": {"x": row_of("encoder_k", "x")}}
+    rows = {"encoder": {"x": row_of("encoder_k", "x", {})}}
     titles = molecule_page.titles_of(rows)
     assert titles["encoder"] == "encoder, loss weighted by n / k"
     assert list(titles) == ["mask_query", "gpt", "encoder", "rotary", "adaln"]
