@@ -313,6 +313,10 @@ def test_the_example_of_minimal_pairs(books, monkeypatch, capsys, tmp_path):
     (joint,) = books.score(["She went on."], predict=[(4, 8)])
     assert f"'went' {joint.log_prob:.2f}" in second
     assert total == "2 of 2 pairs right"
+    for bad in ("", "One sentence.", "The same.\tThe same.", "Three.\tin a\trow."):
+        pairs.write_text(f"The cats sleep.\tThe cats sleeps.\n{bad}\n")
+        with pytest.raises(aogpt.UserError, match=r"line 2: write two different"):
+            example("minimal_pairs").main("MODEL", str(pairs))
 
 
 def test_the_example_of_substitutions(monkeypatch, capsys):
@@ -320,6 +324,8 @@ def test_the_example_of_substitutions(monkeypatch, capsys):
     model = make_system("AO-GPT", 3, tokens=6, block_size=8, dtype=torch.float64)
     text = aogpt.TextModel(Loaded(model.eval(), "x", 0, "raw", "alphabet:abcd", 5))
     monkeypatch.setattr(aogpt, "load", lambda path: text)
+    with pytest.raises(aogpt.UserError, match=r"no token for \['e'\]"):
+        example("substitutions").main("MODEL", "abcab", "abcde")
     example("substitutions").main("MODEL", "abcab", "abcd")
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
 
@@ -334,8 +340,8 @@ def test_the_example_of_substitutions(monkeypatch, capsys):
         old, new = text.score(["abcab", "".join(mutant)], predict=spans)
         return new.log_prob - old.log_prob
 
-    assert len([line for line in lines if len(line) == 2]) == 5
-    assert any(len(line) > 2 for line in lines)
+    assert len([line for line in lines if len(line) == 2]) == 5  # one of each place
+    assert len([line for line in lines if len(line) > 2]) == 10  # all pairs of places
     for line in lines:
         changes = [word.rstrip(",") for word in line[1:3]]
         assert float(line[0]) == pytest.approx(gain(changes), abs=6e-4)

@@ -24,10 +24,17 @@ def spans_of(good: str, bad: str) -> list[tuple[int, int]]:
 def main(path: str, file: str) -> None:
     """Score the pairs of a file."""
     model = aogpt.load(path)
-    lines = Path(file).read_text(encoding="utf-8").splitlines()
     right = 0
-    for line in lines:
+    pairs = []
+    lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
+    for number, line in enumerate(lines, 1):
         pair = line.split("\t")
+        if len(pair) != 2 or pair[0] == pair[1] or not all(pair):
+            raise aogpt.UserError(
+                f"{file} line {number}: write two different sentences, a tab between"
+            )
+        pairs.append(pair)
+    for pair in pairs:
         whole = [-scored.nats for scored in model.score(pair)]
         right += whole[0] > whole[1]
         words = []
@@ -37,8 +44,13 @@ def main(path: str, file: str) -> None:
             (joint,) = model.score([text], predict=[(start, end)])
             words.append(f"{text[start:end]!r} {joint.log_prob:.2f}")
         print(f"{whole[0]:9.2f} {whole[1]:9.2f}  {'  '.join(words)}")
-    print(f"{right} of {len(lines)} pairs right")
+    print(f"{right} of {len(pairs)} pairs right")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if len(sys.argv) != 3:
+        sys.exit("usage: minimal_pairs.py MODEL FILE")
+    try:
+        main(*sys.argv[1:])
+    except (aogpt.UserError, OSError) as error:
+        sys.exit(f"error: {error}")
