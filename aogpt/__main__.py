@@ -4,13 +4,14 @@ MODEL is a run folder, such as results/books_model, released weights, or a Huggi
 repo id.
 
     aogpt score MODEL "The old horse was tired."     probability of tokens and text
+    aogpt score MODEL "A cat slept." --predict 2:5   of characters given all others
     aogpt rank MODEL "The [cat|dog|tax] barked."     which alternative is most probable
     aogpt fill MODEL "She[MASK:4] home."             fill gaps
     aogpt blanks MODEL "The cat[MASK] home."         what fits into a blank
     aogpt generate MODEL "Once upon a time"          continue a text
 
---file FILE reads a text a line, --file - standard input; --json prints each answer as a
-line of JSON."""
+--file FILE reads a text a line and skips blank lines; --file - reads standard input.
+--json prints each answer as a line of JSON."""
 
 import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 
@@ -18,6 +19,7 @@ import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 
 import dataclasses
 import math
+import os
 import re
 import sys
 import warnings
@@ -35,7 +37,12 @@ from .runtime.files import read_lines
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """What every command is given."""
+    """What every command is given.
+
+    Args:
+        file: a text a line; - is standard input.
+        json: print each answer as a line of JSON.
+    """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     texts: Annotated[
@@ -60,6 +67,9 @@ class Words:
                 "give texts after the model, in quotes, or --file FILE with one a line"
             )
         if self.file is None:
+            for text in self.texts:
+                if os.path.isfile(text):
+                    show_note(f"{text!r} is taken as a text; --file reads the file")
             return self.texts
         path = Path("/dev/stdin" if self.file == "-" else self.file)
         lines = [line for _, line in read_lines(path, "--file")]
@@ -97,6 +107,8 @@ def fields_of(answer: Any) -> dict[str, Any]:
         value = getattr(answer, name, None)
         if value is not None and math.isfinite(value):
             row[name] = value
+    if "nats" in row:
+        row["log_prob"] = -row["nats"]
     return row
 
 
@@ -108,8 +120,16 @@ def score(
     predict: tuple[str, ...] = (),
     orders: int = 1,
 ) -> None:
-    """Print log p (nats) of the tokens of texts; --end scores the end, too. --predict
-    3:7 20:21 scores these characters alone, given all others; --orders 16 averages."""
+    """Print log p (nats) of the tokens of texts, or of parts of them given the rest.
+
+    Args:
+        order: in which tokens are scored: l2r, random or another kind.
+        seed: of random orders.
+        end: score the end of each text, too.
+        predict: characters to score given all others, the same in each text: 3:7 20:21
+            are text[3:7] and text[20:21].
+        orders: average the probability of --predict over this number of orders.
+    """
     spans = [span_of(span) for span in predict] or None
     texts = words.read()
     scores = words.load().score(texts, order, seed, end, predict=spans, orders=orders)

@@ -30,7 +30,13 @@ from tqdm import tqdm
 
 from . import checkpoints
 from .data.pieces import token_text
-from .data.tokenizers import END_OF_TEXT, notes_on_special, without_lone_surrogates
+from .data.tokenizers import (
+    END_OF_TEXT,
+    AlphabetTokenizer,
+    BytesTokenizer,
+    notes_on_special,
+    without_lone_surrogates,
+)
 from .orders import orders_at, parse_order
 from .runtime.devices import pick_device
 from .runtime.errors import UserError
@@ -43,7 +49,8 @@ from .scoring import known_from, masked_logits, token_log_probs
 TEMPERATURE = 0.7  # of generated text
 BATCH_TOKENS = 4096  # of texts that are scored in one pass
 PROGRESS_SECONDS = 2.0  # before a bar appears
-BRACKETS = re.compile(r"\[([^\[\]]*\|[^\[\]]*)\]")  # of alternatives
+INNER = r"\[[^\[\]|]*\]"  # brackets within an alternative, as of an atom: [nH]
+BRACKETS = re.compile(rf"\[((?:[^\[\]|]|{INNER})*\|(?:[^\[\]]|{INNER})*)\]")
 MOST_ALTERNATIVES = 512  # combinations of the brackets of a text
 Answer = TypeVar("Answer")
 
@@ -563,6 +570,13 @@ class TextModel:
 
     def _with_gaps(self, text: str) -> modes.Context:
         """Return the tokens of a text with masks, and None for each token to fill."""
+        learned = not isinstance(self.tokenizer, AlphabetTokenizer | BytesTokenizer)
+        if learned and " [MASK" in text:
+            warnings.warn(
+                "words begin with their space: with one before [MASK], the mask stands "
+                "for the rest of a word",
+                stacklevel=4,
+            )
         context = modes.encode_gaps(text, self.tokenizer, self.longest)
         return [*context, *self._end_tokens]
 

@@ -165,6 +165,12 @@ def test_special_tokens_that_are_read_as_text_get_a_warning(books, monkeypatch, 
             books.score(["The [cat|dog] ran."], **settings)
 
 
+def test_a_space_before_a_mask_gets_a_warning(books):
+    with pytest.warns(UserWarning, match="words begin with their space"):
+        (spaced,) = books.blanks(["The [MASK] smiled."], top=1)
+    assert not spaced[0][0].text.startswith(" ")
+
+
 def test_alternatives_rank_by_the_probability_of_the_whole_text(books):
     (ranked,) = books.rank(["He opened the [door|book|door] and went out."])
     assert [row.text for row in ranked][0] == "He opened the door and went out."
@@ -173,6 +179,8 @@ def test_alternatives_rank_by_the_probability_of_the_whole_text(books):
     for row, one in zip(ranked, scored, strict=True):
         assert row.log_prob == pytest.approx(-one.nats)
     assert sum(row.share for row in ranked) == pytest.approx(1)
+    (atoms,) = books.rank(["c1[[nH]|o]cc[nH]1"])  # brackets within an alternative
+    assert {one.text for one in atoms} == {"c1[nH]cc[nH]1", "c1occ[nH]1"}
     (ends,) = books.rank(["She went home[.|]"], end=True)
     assert ends[0].log_prob > ends[1].log_prob
 
@@ -200,6 +208,7 @@ def test_mistakes_are_told(books):
         (lambda: books.fill(["a"]), "there is no mask"),
         (lambda: books.fill(["a[MASK]"], temprature=1), "no option 'temprature'"),
         (lambda: books.rank(["a"]), "no alternatives"),
+        (lambda: books.rank(["[nH] [a"]), "no alternatives"),
         (lambda: books.score(["a b"], (1, 1)), "a permutation of 0..1"),
         (lambda: books.score(["a b"], 1), "order is 1, but it must be a list"),
         (lambda: plain.score(["ab"], (1, 0)), "plain GPT"),
@@ -230,6 +239,12 @@ def test_commands_read_a_text_a_line_and_print_json(
     row = json.loads(run_main(commands, monkeypatch, capsys, *words))
     (joint,) = books.score(["The mother."], predict=[(4, 10)])
     assert math.isclose(row["log_prob"], joint.log_prob, rel_tol=1e-5)
+    monkeypatch.setattr("sys.argv", ["aogpt", "score", BOOKS, str(file), "--json"])
+    commands.main()
+    printed = capsys.readouterr()
+    assert "is taken as a text; --file reads the file" in printed.err
+    row = json.loads(printed.out)
+    assert row["log_prob"] == pytest.approx(sum(row["log_probs"]))
     monkeypatch.setattr("sys.argv", ["aogpt", "score", BOOKS, "a", "--file", "b"])
     with pytest.raises(UserError, match="give texts after the model"):
         commands.main()
