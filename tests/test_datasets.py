@@ -864,5 +864,5 @@ def test_an_alphabet_of_ones_own_is_the_vocabulary_of_the_data(tmp_path):
     assert tokenizer.encode("YAC") == [19, 0, 1]
     assert tokenizer.decode([1, 0, 20]) == "CA<|endoftext|>"
     source.write_text('{"text": "ACBD"}\n' * 30)
-    with pytest.raises(UserError, match="'B' is not in the alphabet 'ACDEF"):
+    with pytest.raises(UserError, match="'B' is not in the alphabet.* 'ACBD'$"):
         prepared("text", tmp_path / "other", source, tokenizer=alphabet)

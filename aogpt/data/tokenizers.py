@@ -237,9 +237,11 @@ class AlphabetTokenizer(Tokenizer):
         try:
             return np.fromiter(ids, self.dtype, len(text))
         except KeyError as error:
+            place = text.index(error.args[0])
+            around = text[max(place - 20, 0) : place + 20]
             raise UserError(
                 f"{error} is not in the alphabet {self.letters!r}; add it, or leave "
-                "such text out"
+                f"such text out: {around!r}"
             ) from None
 
 
