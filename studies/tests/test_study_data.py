@@ -9,10 +9,10 @@ from aogpt.runtime.errors import UserError
 @pytest.mark.parametrize(
     ("name", "text", "options", "says"),
     [
-        ("copy", None, {"block_size": 8}, "records of copy have 17 tokens"),
-        ("copy", None, {"tokenizer": "gpt2"}, "leave out --tokenizer"),
-        ("copy", None, {"split": "train"}, "splits of its own"),
-        ("shuffled", "x", {"split": "test"}, "no document of shuffled is left"),
+        ("copy", None, {"block_size": 8}, "copy takes no --block-size"),
+        ("copy", None, {"tokenizer": "gpt2"}, "copy takes no --tokenizer"),
+        ("copy", None, {"split": "train"}, "copy takes no --split"),
+        ("shuffled", "x", {"split": "test"}, "test of shuffled has no document"),
     ],
 )
 def test_what_cannot_be_prepared_is_said(tmp_path, name, text, options, says):
