@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import string
 import subprocess
 import sys
 import textwrap
@@ -440,6 +441,15 @@ def test_commands_run(tmp_path):
     )
     for name in ("out", "data"):
         (tmp_path / name).mkdir()
+    for name in RECORDS:
+        source = tmp_path / name
+        prepared(
+            "records",
+            tmp_path / "data" / source.stem,
+            source,
+            tokenizer=f"alphabet:{string.ascii_letters}",
+            block_size=24,
+        )
     for name in ("results", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     runs = {
