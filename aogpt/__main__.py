@@ -87,7 +87,16 @@ class Words:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How texts are generated."""
+    """How texts are generated.
+
+    Args:
+        num_samples: of each text.
+        seed: repeats the samples.
+        mode: the order of generation, such as l2r, random or confidence.
+        temperature: below 1 prefers the model's more probable tokens; 1 is the model's
+            own distribution.
+        top_p: draw from the most probable tokens that together have this share.
+    """
 
     num_samples: int = 1
     seed: int = 0
@@ -156,7 +165,11 @@ def span_of(text: str) -> tuple[int, int]:
 
 
 def rank(words: Asked, end: bool = False) -> None:
-    """Print alternatives with log p of the whole text, nats, and their shares."""
+    """Print alternatives with log p of the whole text, nats, and their shares.
+
+    Args:
+        end: score the end of each text, too; a model of records always does.
+    """
     texts = words.read()
     ranked = words.load().rank(texts, end)
     lines = []
@@ -167,7 +180,11 @@ def rank(words: Asked, end: bool = False) -> None:
 
 
 def blanks(words: Asked, top: int = 10) -> None:
-    """Print the likeliest tokens of each mask."""
+    """Print the likeliest tokens of each mask.
+
+    Args:
+        top: how many tokens.
+    """
     texts = words.read()
     likely_tokens = words.load().blanks(texts, top)
     lines = []
@@ -188,7 +205,11 @@ def fill(words: Asked, sampling: Sampled) -> None:
 
 def generate(words: Asked, sampling: Sampled, new_tokens: int | None = None) -> None:
     """Print continuations of texts by 60 tokens, or --new-tokens; of a model of records
-    to their end. --mode l2r reads best."""
+    to their end. --mode l2r reads best.
+
+    Args:
+        new_tokens: how many tokens follow each text.
+    """
     texts = words.read()
     model = words.load()
     if new_tokens is None and model.end is None:
