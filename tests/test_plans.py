@@ -103,6 +103,24 @@ def test_given_positions_come_first_and_rows_and_group_sizes_are_those_of_the_st
     assert torch.equal(one.order, other.order) == (mode not in RANDOM)
 
 
+@pytest.mark.parametrize("scale, shift", [(-1, -1), (10, -30), (-0.5, 0), (100, 0)])
+def test_the_keys_of_a_mode_may_be_any_numbers(scale, shift):
+    """Such as -position: what is given stays so, and what is absent stays last."""
+    given = torch.tensor([[True, False, False, True, False]] * 2)
+    samples = Samples(2, torch.tensor([5, 4]), given=given)
+    plan = samples.in_groups(samples.position * scale + shift, 1)
+    assert torch.equal(plan.given, given)
+    if scale > 0:
+        expected = [[0, 3, 1, 2, 4], [0, 3, 1, 2, 4]]
+    else:
+        expected = [[0, 3, 4, 2, 1], [0, 3, 2, 1, 4]]
+    assert plan.order.tolist() == expected
+    assert plan.generated.tolist() == [
+        [False] * 2 + [True] * 3,
+        [False, False, True, True, False],
+    ]
+
+
 def test_group_sizes_leave_out_steps_that_unmask_nothing():
     steps = [[0, 0, 4, 4, 4], [-1, -1, 2, 3, 9], [-1] * 5, [1, 5, 5, 0, -1]]
     plan = Plan(

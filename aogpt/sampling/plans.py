@@ -195,19 +195,20 @@ class Samples:
 
     def order_by(self, key: Tensor) -> tuple[Tensor, Tensor]:
         """Return the order (B, T): given positions in ascending order, then the others
-        by rising key (B, T), numbers from 0 to below T, then those that a row does not
+        by rising key (B, T), ties from left to right, then those that a row does not
         have. And the index (B, T) of each entry among the others, negative for given
         ones."""
-        below_all = self.position.to(key.dtype) - self.T
-        key = torch.where(self.given, below_all, key)
-        key = torch.where(self.valid, key, self.T)
-        order = key.argsort(dim=1, stable=True)
+        rank = inverse_permutation(key.argsort(dim=1, stable=True))  # 0 to T - 1
+        rank = torch.where(self.given, self.position - self.T, rank)
+        rank = rank.masked_fill(~self.valid, self.T)
+        order = rank.argsort(dim=1, stable=True)
         number_given = self.given.sum(dim=1, keepdim=True)
         index = self.position - number_given
         return order, index
 
     def in_groups(self, key: Tensor, group: int) -> Plan:
-        """Return the plan of the positions by rising key, `group` in a step."""
+        """Return the plan of the positions by rising key (B, T), any numbers, `group`
+        in a step."""
         if group < 1:
             raise UserError(f"group is {group}; give at least 1")
         order, index = self.order_by(key)
