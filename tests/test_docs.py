@@ -118,6 +118,11 @@ MADE = (
     "ptb_smollm2",
     "wikitext103_smollm2",
 )  # folders under data/ that users make
+RECORDS = {
+    "names": ["anna", "otto", "maria"] * 10,
+    "proteins": ["MKV", "ACDEFGH", "WYRS"] * 10,
+}
+FOLDERS = (*MADE, *RECORDS, *DATASETS)
 
 
 def commands_of(text):
@@ -251,7 +256,7 @@ def check_files(words):
             or first == "out"
         ):
             continue
-        is_dataset = first == "data" and inner_parts[0] in (*MADE, *DATASETS)
+        is_dataset = first == "data" and inner_parts[0] in FOLDERS
         assert is_dataset or (ROOT / word).exists(), f"{word} does not exist"
 
 
@@ -347,10 +352,6 @@ USER_FILES = (
     "MY.jsonl",
     "samples.jsonl",
 )
-RECORDS = {
-    "names.jsonl": ["anna", "otto", "maria"] * 10,
-    "proteins.jsonl": ["MKV", "ACDEFGH", "WYRS"] * 10,
-}
 LEFT_OUT = {
     "transformers": "no run of a Llama at hand",
     "ENCODER": "no encoder at hand",
@@ -431,7 +432,7 @@ def test_commands_run(tmp_path):
     (tmp_path / "questions.jsonl").write_text("\n".join(rows))
     for name, texts in RECORDS.items():
         rows = [json.dumps({"text": text}) for text in texts]
-        (tmp_path / name).write_text("\n".join(rows))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
     data = prepared(
         "text",
         tmp_path / "prepared",
@@ -442,11 +443,10 @@ def test_commands_run(tmp_path):
     for name in ("out", "data"):
         (tmp_path / name).mkdir()
     for name in RECORDS:
-        source = tmp_path / name
         prepared(
             "records",
-            tmp_path / "data" / source.stem,
-            source,
+            tmp_path / "data" / name,
+            tmp_path / f"{name}.jsonl",
             tokenizer=f"alphabet:{string.ascii_letters}",
             block_size=24,
         )
