@@ -674,11 +674,16 @@ def test_an_export_holds_one_set_of_weights_and_says_so_when_the_other_is_asked_
             "model.safetensors is damaged (checksum)",
         ),
         ({"vocab_size": 999}, "has a vocabulary of 999, but its model"),
-        ({"model": settings["model"] | {"x": 1}}, "unknown key 'x'"),
+        ({"model": settings["model"] | {"x": 1}}, "unknown key 'model.x'"),
         ({"format": "aogpt-export-9"}, "not of the format aogpt-export-2"),
+        ({"weights": "x"}, "weights"),
+        ({"step": -1}, "step"),
     ):
         write(settings | changes)
         refused(raw, words)
+    for key in ("weights", "vocab_size", "system", "files", "model"):
+        write({name: value for name, value in settings.items() if name != key})
+        refused(raw, key)
 
 
 def test_an_export_in_bfloat16_is_half_as_large_and_loads_as_its_rounded_weights(

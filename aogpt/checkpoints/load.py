@@ -6,7 +6,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from ..data.tokenizers import (
 from ..model import ModelConfig, Transformer
 from ..runtime.errors import UserError, reason_of
 from ..runtime.files import sha256_file
-from ..runtime.validation import expand_home, from_values, read_json
+from ..runtime.validation import Count, NonNegative, expand_home, from_values, read_json
 from ..systems import build_on_meta, set_block_size
 from . import pretrained, released, store
 from .store import CheckpointError
@@ -325,6 +325,22 @@ def from_pretrained(settings: dict, contents: LazyTensors | dict, file: Path) ->
     )
 
 
+class Export(TypedDict):
+    """The contents of an export's config.json."""
+
+    model: ModelConfig
+    step: NonNegative
+    weights: Weights
+    tokenizer: str
+    tokenizer_sha256: NotRequired[str | None]
+    vocab_size: Count
+    scored_from: Literal[0, 1]
+    system: str | None
+    window: NotRequired[Count | None]
+    record_end: NotRequired[RecordEnd | None]
+    files: dict[str, str]  # sha256 by file
+
+
 def from_export(
     export: dict, contents: LazyTensors | dict, file: Path, weights: str, checked: bool
 ) -> Loaded:
@@ -332,7 +348,7 @@ def from_export(
     place = file.with_name("config.json")
     if (
         export.get("sha256") != store.digest(export)
-        or export["format"] != EXPORT_FORMAT
+        or export.get("format") != EXPORT_FORMAT
     ):
         raise CheckpointError(
             f"{place} is damaged (checksum), or not of the format {EXPORT_FORMAT}; "
@@ -344,10 +360,9 @@ def from_export(
         raise UserError(
             "it holds the ema weights only; convert its source with --weights raw"
         )
-    config = from_values(export["model"], ModelConfig, str(place), "convert it again")
+    export = from_values(export, Export, str(place), "convert its source again")
+    config = export["model"]
     origin = {name: export[name] for name in EXPORTED if name in export}
-    if origin.get("record_end") is not None:
-        origin["record_end"] = from_values(origin["record_end"], RecordEnd, str(place))
     longest: int | None = config.block_size
     if origin["system"] in pretrained.ARCHITECTURES:
         longest = None  # not recorded: its blocks may be shorter
