@@ -148,13 +148,8 @@ def score_entropy(model: nn.Module, tokens: Tensor, masks: Masks, vocab: int) ->
 
 
 def order_loss(model: nn.Module, batch: Batch, config: "ObjectiveConfig") -> Tensor:
-    """Return the mean loss of a decoder along the orders of the batch, a scalar."""
-    assert batch.order is not None
-    return ao_ar_loss(model, batch.tokens, batch.order, batch.weight)
-
-
-def group_loss(model: nn.Module, batch: Batch, config: "ObjectiveConfig") -> Tensor:
-    """Return the mean loss of a decoder in groups of `batch.group` steps, a scalar."""
+    """Return the mean loss of a decoder along the orders of the batch, in groups of
+    `batch.group` steps, a scalar."""
     assert batch.order is not None
     return groupwise_loss(
         model,
@@ -271,7 +266,7 @@ class Objective(NamedTuple):
     loss: Callable[[nn.Module, Batch, "ObjectiveConfig"], Tensor]
     # None: for decoders, along orders
     masks: Callable[[Tensor, Tensor, Tensor | None], Masks] | None = None
-    in_groups: bool = False  # predicts groups of steps
+    in_groups: bool = False  # batches have groups of several steps
     of_scores: bool = False  # the outputs are scores, at a noise level
     # mask rates, or numbers of masked positions, over the sequences of a batch
     stratified: bool = False
@@ -285,7 +280,7 @@ class Objective(NamedTuple):
 OBJECTIVES = {
     "ar": Objective(order_loss),
     "ao_ar": Objective(order_loss),
-    "groupwise": Objective(group_loss, in_groups=True),
+    "groupwise": Objective(order_loss, in_groups=True),
     "lambda_dce": Objective(mask_loss, masks_of_rate, stratified=True),
     "masked_ce": Objective(mask_loss, unweighted_masks, stratified=True),
     "k_dce": Objective(mask_loss, masks_of_count, stratified=True),
