@@ -125,7 +125,7 @@ def check_arguments(a: Arguments) -> Outputs:
     return Outputs.of_report(a.json, [a.run, a.other, *a.datasets], a.overwrite)
 
 
-def read_orders(a: Arguments) -> dict[str, Meaning]:
+def parse_orders(a: Arguments) -> dict[str, Meaning]:
     """Return the meaning of each of --orders, by default all that some model scores in
     one pass."""
     meanings: dict[str, Meaning] = {}
@@ -211,9 +211,13 @@ def default_orders(config: ModelConfig) -> tuple[str, ...]:
 
 def scorer_of(name: str, meaning: Meaning, a: Arguments, config: ModelConfig) -> Scorer:
     """Return how a model scores along one of --orders."""
-    is_l2r = isinstance(meaning, OrderConfig) and meaning.kind == "l2r"
-    is_known = config.noise if meaning is None else is_l2r or not config.l2r_only
-    if not is_known:
+    if meaning is None:  # SEDD's bound
+        can_score = config.noise
+    elif isinstance(meaning, OrderConfig) and meaning.kind == "l2r":
+        can_score = True
+    else:
+        can_score = not config.l2r_only
+    if not can_score:
         raise UserError(
             f"this model has no order {name!r}; leave out --orders, or give "
             f"{' or '.join(default_orders(config))}"
@@ -244,7 +248,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     # 1. Everything that can be wrong before a model is loaded.
     outputs = check_arguments(a)
     dtype = pick_dtype(a.dtype, procs.device)
-    orders = read_orders(a)
+    orders = parse_orders(a)
     sources = read_sources(a, procs)
 
     # 2. The models, and what to score with each.
@@ -289,9 +293,9 @@ def evaluate(a: Arguments, procs: Processes) -> None:
 
     # 3. The losses, task after task.
     runner = likelihood.BatchRunner(procs, dtype, block_size)
-    document: dict[str, Any] = {"results": []}
+    report: dict[str, Any] = {"results": []}
     if a.other is not None:
-        document["differences"] = []
+        report["differences"] = []
 
     def save(part: bool = False) -> None:
         """Write the report. part: more follows."""
@@ -304,8 +308,8 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         origin = provenance(
             a, dtype, procs.device, procs.world_size, checkpoint=checkpoint
         )
-        lines = [*likelihood_lines(models, document), *notes]
-        outputs.write_report(a.json, {**document, **origin}, lines, part)
+        lines = [*likelihood_lines(models, report), *notes]
+        outputs.write_report(a.json, {**report, **origin}, lines, part)
 
     for eval_set in eval_sets:
         for name, of_name in scorers.items():
@@ -318,15 +322,15 @@ def evaluate(a: Arguments, procs: Processes) -> None:
                 tasks.append(task)
                 losses.append(loss)
                 rows.append(likelihood.result_rows(task, loss, a.num_orders))
-            document["results"] += itertools.chain(*rows)
+            report["results"] += itertools.chain(*rows)
             if a.other is not None:
                 both = [of_model[0] for of_model in rows]
                 gap = likelihood.difference_row(tasks, losses, both)
-                document["differences"].append(gap)
+                report["differences"].append(gap)
             # After every task, so that a job that is killed loses none.
             save(part=True)
     if procs.main:
-        show(*likelihood_lines(models, document), *notes, sep="\n")
+        show(*likelihood_lines(models, report), *notes, sep="\n")
     if a.json is not None:
         with outputs:  # raises an error if a file could not be written
             save()

@@ -211,11 +211,12 @@ def test_a_score_of_positions_is_a_function_and_a_row(project):
 from aogpt.model import AOGPT, ModelConfig
 from aogpt.sampling import modes
 from aogpt.evaluation.report import orders_of
-from eval_ppl import Arguments, read_orders
+from eval_ppl import Arguments, parse_orders
 
 words = "id_zero:threshold=9"
 arguments = Arguments(run="", orders=(words,))
-assert read_orders(arguments)[words](modes.example_samples()).pace.threshold == 9
+plan = parse_orders(arguments)[words](modes.example_samples())
+assert plan.pace.threshold == 9
 row = {"orders": "id_zero", "group": 1, "bound": "mean"}
 assert orders_of(row) == "the model's, by id_zero"
 config = ModelConfig(vocab_size=8, block_size=8, n_layer=1, n_head=1, n_embd=8)

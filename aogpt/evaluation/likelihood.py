@@ -140,7 +140,7 @@ class Scorer:
     group: int = 1  # steps that are predicted at once
     ensembles: tuple[int, ...] = (1,)  # rising sizes, above 1 under uniform orders only
     weighted: bool = False  # the importance-weighted bound over all draws
-    # Stratified, as masks are: the sequences of a draw depend on one another.
+    # The sequences of a draw depend on one another: masks are stratified over them.
     joint: bool = False
 
     @property
@@ -282,7 +282,8 @@ class Losses(NamedTuple):
     """The losses of a task: D Monte Carlo samples for each of N sequences."""
 
     nll: Tensor  # (N, D) float64, nats per token that is scored
-    # (N, fewer samples, ensemble sizes above 1), nats per token
+    # (N, fewer samples, ensemble sizes above 1), nats per token: the loss of the
+    # ensemble minus that of size 1, so below 0 where it is better
     gains: Tensor | None = None
 
 
@@ -296,13 +297,12 @@ def losses_of(task: Task, runner: BatchRunner, seed: int, draws: int) -> Losses:
     losses = []
     gains = []
 
-    def loss(tokens: Tensor, rows: range) -> Tensor:
+    def loss(tokens: Tensor, rows: range, draw: int) -> Tensor:
         """Return the loss of each row of a batch, (B,)."""
         loaded = task.loaded
         roles = eval_set.roles(rows)
         if scorer.mode is not None:
             return decoding_nll(loaded.model, tokens, scorer.mode, roles).means()
-        draw = len(losses)
         if scorer.orders is None:
             assert roles is None, "a prompt has no part in score entropy"
             terms = token_score_entropy(
@@ -323,32 +323,33 @@ def losses_of(task: Task, runner: BatchRunner, seed: int, draws: int) -> Losses:
         )
         return nll.means()
 
-    def gain(tokens: Tensor, rows: range) -> Tensor:
+    def gain(tokens: Tensor, rows: range, draw: int) -> Tensor:
         """Return the gains of ensembles for each row of a batch, (B, S)."""
         return cheap_gains(
             task.loaded.model,
             tokens,
             sizes=tuple(sizes),
             seed=seed,
-            draw=len(gains),
+            draw=draw,
             rows=rows,
             batch_size=runner.batch_size,
             roles=eval_set.roles(rows),
         )
 
-    for _ in range(1 if scorer.exact else draws):
-        losses.append(runner.run(task, loss))
+    for draw in range(1 if scorer.exact else draws):
+        losses.append(runner.run(task, partial(loss, draw=draw)))
     if not sizes:
         return Losses(torch.stack(losses, dim=1))
     # Two contexts at least if there are two draws: a single one does not show its
     # error.
     contexts = math.ceil(draws / ORDERS_PER_CONTEXT)
     contexts = max(min(draws, 2), contexts)
-    for _ in range(contexts):
+    for draw in range(contexts):
         # In float32 (or TF32): averaging the independent rounding of bfloat16 looks
         # like a gain.
         with tf32(runner.procs.device, enabled=runner.dtype != torch.float32):
-            gains.append(runner.run(task, gain, dtype=torch.float32))
+            work = partial(gain, draw=draw)
+            gains.append(runner.run(task, work, dtype=torch.float32))
     return Losses(nll=torch.stack(losses, dim=1), gains=torch.stack(gains, dim=1))
 
 

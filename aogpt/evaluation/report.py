@@ -165,11 +165,11 @@ PAIRED = (
 )
 
 
-def likelihood_lines(models: list[Loaded], document: dict) -> list[str]:
-    """Return the report of a document of eval_ppl.py: of one model, or of two, A and
+def likelihood_lines(models: list[Loaded], report: dict) -> list[str]:
+    """Return the lines of the report of eval_ppl.py: of one model, or of two, A and
     B."""
     if len(models) == 1:
-        rows = document["results"]
+        rows = report["results"]
         columns = list(LIKELIHOODS)
         for key, column in OPTIONAL:
             if any(row[key] is not None for row in rows):
@@ -178,7 +178,7 @@ def likelihood_lines(models: list[Loaded], document: dict) -> list[str]:
         notes = likelihood_notes(rows)
     else:
         first, second = models
-        rows = document["differences"]
+        rows = report["differences"]
         columns = list(COMPARISON)
         head = [f"A: {first.description}", "", f"B: {second.description}", ""]
         notes = [*likelihood_notes(rows), PAIRED]
