@@ -354,13 +354,13 @@ def from_export(
             f"{place} is damaged (checksum), or not of the format {EXPORT_FORMAT}; "
             "copy the export again"
         )
+    export = from_values(export, Export, str(place), "convert its source again")
     if checked and export["files"].get(file.name) != sha256_file(file):
         raise CheckpointError(f"{file} is damaged (checksum); copy the export again")
     if weights == "raw" and export["weights"] != "raw":
         raise UserError(
             "it holds the ema weights only; convert its source with --weights raw"
         )
-    export = from_values(export, Export, str(place), "convert its source again")
     config = export["model"]
     origin = {name: export[name] for name in EXPORTED if name in export}
     longest: int | None = config.block_size
