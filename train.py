@@ -51,7 +51,7 @@ from aogpt.training.checkpoint import Saver, State, StopRequest, better_of, star
 from aogpt.training.config import Config
 from aogpt.training.metrics import Log
 from aogpt.training.optimizers import MAX_GRAD_NORM, learning_rate
-from aogpt.training.parallel import compiled, exchange_gradients, replicate
+from aogpt.training.parallel import compiled, replicate, set_gradient_exchange
 from aogpt.training.summary import first_lines, last_line
 from aogpt.training.val_losses import best_by, evaluate, read_metrics
 
@@ -81,16 +81,17 @@ def train(config: Config, procs: Processes) -> int:
     if config.train.epochs:
         config = config.with_steps(config.steps_of_epochs(data.num_blocks))
     val_data = None
+    # Every file that is read is recorded, to see at a resume whether it has changed.
     files = dict(data.files)
     if config.eval.interval > 0:
         val_data = TokenDataset(source, "val", data.block_size)
         files.update(val_data.files)
-    if any(orders.unmixed == "file" for orders in config.all_orders()):
+    if any(orders.base_kind == "file" for orders in config.all_orders()):
         read_orders(config.order.file, config.model.block_size)  # to say what is wrong
         path = Path(config.order.file)
         files[str(path)] = file_record(path, sha256_file(path))
     meta: dict[str, Any] = dict(data.meta)
-    meta["files"] = files  # to see at a resume whether they changed
+    meta["files"] = files
     data.meta = cast(Meta, meta)
     check_fits(config, data, procs)
     if config.data.end == "given":
@@ -104,12 +105,12 @@ def train(config: Config, procs: Processes) -> int:
             config = config.with_steps(
                 steps_of_minutes(config, procs, data, val_data, stop)
             )
-        if config.with_short_warmup() != config:
-            longer = config.optim.warmup_steps
-            config = config.with_short_warmup()
+        configured = config.optim.warmup_steps
+        config = config.with_short_warmup()
+        if config.optim.warmup_steps != configured:
             procs.print0(
-                f"warm-up of {config.optim.warmup_steps} steps, not {longer}: the run "
-                f"has {config.train.steps}"
+                f"warm-up of {config.optim.warmup_steps} steps, not {configured}: the "
+                f"run has {config.train.steps}"
             )
         state = start(config, data.meta, procs)
         if data.end_given:
@@ -124,9 +125,162 @@ def train(config: Config, procs: Processes) -> int:
             for line in first_lines(config, state, data):
                 procs.print0(line)
             training_loop(config, procs, state, data, val_data=val_data, stop=stop)
-    records_end = data.of_records and not data.end_given
-    procs.print0(last_line(config, state.progress, first_step, records_end))
+    predicts_end = data.of_records and not data.end_given
+    procs.print0(last_line(config, state.progress, first_step, predicts_end))
     return 0
+
+
+def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
+    """Raise UserError if the data or the number of processes does not fit the
+    configuration."""
+    m = config.model
+    folder = config.data.folder
+    vocab_size = data.meta["vocab_size"]
+    # This refuses processes that cannot share the batch.
+    config.micro_batch_size(procs.world_size)
+    if data.of_records and m.l2r_only and config.order.kind != "l2r":
+        raise UserError(
+            f"{folder} has prompts: set order.kind = 'l2r', or another "
+            "model.target than 'none'"
+        )
+    for orders in config.all_orders():
+        if not m.is_encoder and orders.has_longer_blocks(data.block_size):
+            raise UserError(
+                f"order.block {orders.block} exceeds the blocks of {folder}, "
+                f"{data.block_size} tokens; lower it"
+            )
+    if vocab_size > (m.mask_token or m.vocab_size):
+        raise UserError(
+            f"the data in {folder} has a vocabulary of {vocab_size}: set "
+            "model.vocab_size to that or above; of an encoder, set model.mask_token to "
+            "that and model.vocab_size above it"
+        )
+
+
+def training_loop(
+    config: Config,
+    procs: Processes,
+    state: State,
+    data: TokenDataset,
+    val_data: TokenDataset | None,
+    stop: StopRequest,
+) -> None:
+    """Train until the last step or a signal. val_data: None without validation. Raises
+    CheckpointError if the last checkpoint could not be written."""
+    t = config.train
+    progress = state.progress
+    objective = config.objective.definition
+    micro_batch_size = config.micro_batch_size(procs.world_size)
+    micro_steps = t.batch_size // (micro_batch_size * procs.world_size)
+    precision = autocast(procs.device, config.dtype_on(procs.device))
+    is_sharded = t.parallel == "fsdp"
+    has_peers = procs.world_size > 1 or is_sharded
+
+    # Not 0 if the batch size changed at a resume.
+    data.shift = progress.sequences - progress.step * t.batch_size
+    datasets = [data] if val_data is None else [data, val_data]
+    batches = micro_batches(data, config, procs, progress.step)
+    losses = PendingLosses()
+    log = Log(config, procs, progress, data)
+    saver = Saver(config, procs, data.meta, log.warn)
+    graphs = nullcontext()
+    if t.compile:
+        graphs = compiled(state.model, procs)
+
+    with closing(log), graphs, closing(batches):
+        model = replicate(state.model, procs)
+        if val_data is not None and t.init_from and progress.step == 0:
+            # The losses of the source's weights, before the first step changes them.
+            validate(config, procs, state, val_data, log)
+
+        while progress.step < t.steps and not stop.requested:
+            step = progress.step
+            for optimizer in state.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate(step, config, group["peak_lr"])
+            if config.model.dropout:
+                seed_dropout(config.seed, step, procs.rank)
+
+            # Forward and backward. Nothing waits for the loss, so that a GPU has its
+            # next step before it needs it.
+            loss = torch.zeros((), device=procs.device)
+            for micro_step in range(micro_steps):
+                # Tokens (B, T) and their orders or masks: `make_batch` in batches.py.
+                batch = next(batches)
+                if has_peers:
+                    is_last = micro_step == micro_steps - 1
+                    set_gradient_exchange(model, is_last)
+                with precision:
+                    part = objective.loss(model, batch, config.objective) / micro_steps
+                part.backward()
+                loss += part.detach()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+            if has_peers:
+                loss = procs.mean(loss)
+            if is_sharded:
+                norm = cast("DTensor", norm).full_tensor()
+            # The optimizers' step and the average; adds 1 to progress.step.
+            update(state, loss, norm)
+
+            losses.add(progress.step, loss, norm)
+            # Adds to progress.sequences, tokens and skipped steps, and logs.
+            log.count_and_log(losses.arrived())
+            # All processes must stop, and save, after the same step.
+            stop.agree(progress, datasets)
+            validates = val_data is not None and (
+                progress.step % config.eval.interval == 0 or progress.step == t.steps
+            )
+            ends = progress.step == t.steps or stop.requested
+            if saver.note_due(progress.step, ends) or validates:
+                # So that the checkpoint has the counts of all steps.
+                log.count_and_log(losses.arrived(wait=True))
+                # What progress.best is to be once this step is saved.
+                best = progress.best
+                if val_data is not None and validates:
+                    best = validate(config, procs, state, val_data, log)
+                if saver.should_save(progress, best, ends):
+                    saver.save(state, best)
+                    log.restart_clock()
+    if stop.error is not None:
+        raise stop.error
+    if saver.written is None:
+        raise CheckpointError(
+            "the last checkpoint was not written: free some disk space and run the "
+            "same command"
+        )
+
+
+def update(state: State, loss: Tensor, norm: Tensor) -> None:
+    """Update weights and their average; a loss or gradient that is not finite changes
+    neither. As in torch.amp.GradScaler, the device decides, so that nothing waits for
+    it."""
+    finite = (loss + norm).isfinite().float()  # 1 or 0
+    for optimizer in state.optimizers:
+        # Fused AdamW and Muon skip the step where found_inf is 1.
+        optimizer.found_inf = 1 - finite  # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    state.average.update(finite)
+    state.progress.step += 1
+
+
+def seed_dropout(seed: int, step: int, rank: int) -> None:
+    """Make the random numbers of a step the same after a resume, and different on every
+    process."""
+    row = range(rank, rank + 1)
+    bits = philox_bits(seed, step, row, width=1, stream=DROPOUT)
+    torch.manual_seed(int(bits[0, 0]))
+
+
+def validate(
+    config: Config, procs: Processes, state: State, val_data: TokenDataset, log: Log
+) -> dict | None:
+    """Validate and log the losses. Returns what the best checkpoint is if this step is
+    saved, {"step", "loss"}: the best one so far, or this step."""
+    losses = evaluate(state.model, state.average, val_data, config, procs)
+    log.validation(losses, val_data.num_blocks)
+    selecting = losses[""][best_by(config)]  # of the averaged weights
+    return better_of(state.progress.best, state.progress.step, selecting.mean)
 
 
 def steps_of_minutes(
@@ -183,159 +337,6 @@ def steps_of_minutes(
         f"{seconds:.2g} s, a validation {validation:.2g} s"
     )
     return steps
-
-
-def training_loop(
-    config: Config,
-    procs: Processes,
-    state: State,
-    data: TokenDataset,
-    val_data: TokenDataset | None,
-    stop: StopRequest,
-) -> None:
-    """Train until the last step or a signal. val_data: None without validation. Raises
-    CheckpointError if the last checkpoint could not be written."""
-    t = config.train
-    progress = state.progress
-    objective = config.objective.definition
-    micro_batch_size = config.micro_batch_size(procs.world_size)
-    micro_steps = t.batch_size // (micro_batch_size * procs.world_size)
-    precision = autocast(procs.device, config.dtype_on(procs.device))
-    is_sharded = t.parallel == "fsdp"
-    has_peers = procs.world_size > 1 or is_sharded
-
-    # Not 0 if the batch size changed at a resume.
-    data.shift = progress.sequences - progress.step * t.batch_size
-    datasets = [data] if val_data is None else [data, val_data]
-    batches = micro_batches(data, config, procs, progress.step)
-    losses = PendingLosses()
-    log = Log(config, procs, progress, data)
-    saver = Saver(config, procs, data.meta, log.warn)
-    graphs = nullcontext()
-    if t.compile:
-        graphs = compiled(state.model, procs)
-
-    with closing(log), graphs, closing(batches):
-        model = replicate(state.model, procs)
-        if val_data is not None and t.init_from and progress.step == 0:
-            # The losses of the source's weights, before the first step changes them.
-            validate(config, procs, state, val_data, log)
-
-        while progress.step < t.steps and not stop.requested:
-            step = progress.step
-            for optimizer in state.optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = learning_rate(step, config, group["peak_lr"])
-            if config.model.dropout:
-                seed_dropout(config.seed, step, procs.rank)
-
-            # Forward and backward. Nothing waits for the loss, so that a GPU has its
-            # next step before it needs it.
-            loss = torch.zeros((), device=procs.device)
-            for micro_step in range(micro_steps):
-                # Tokens (B, T) and their orders or masks: `make_batch` in batches.py.
-                batch = next(batches)
-                if has_peers:
-                    is_last = micro_step == micro_steps - 1
-                    exchange_gradients(model, is_last)
-                with precision:
-                    part = objective.loss(model, batch, config.objective) / micro_steps
-                part.backward()
-                loss += part.detach()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-            if has_peers:
-                loss = procs.mean(loss)
-            if is_sharded:
-                norm = cast("DTensor", norm).full_tensor()
-            # The optimizers' step and the average; adds 1 to progress.step.
-            update(state, loss, norm)
-
-            losses.add(progress.step, loss, norm)
-            # Adds to progress.sequences, tokens and skipped steps, and logs.
-            log.count_and_log(losses.arrived())
-            # All processes must stop, and save, after the same step.
-            stop.agree(progress, datasets)
-            validates = val_data is not None and (
-                progress.step % config.eval.interval == 0 or progress.step == t.steps
-            )
-            ends = progress.step == t.steps or stop.requested
-            if saver.note_due(progress.step, ends) or validates:
-                # So that the checkpoint has the counts of all steps.
-                log.count_and_log(losses.arrived(wait=True))
-                # What progress.best is to be once this step is saved.
-                best = progress.best
-                if val_data is not None and validates:
-                    best = validate(config, procs, state, val_data, log)
-                if saver.should_save(progress, best, ends):
-                    saver.save(state, best)
-                    log.restart_clock()
-    if stop.error is not None:
-        raise stop.error
-    if saver.written is None:
-        raise CheckpointError(
-            "the last checkpoint was not written: free some disk space and run the "
-            "same command"
-        )
-
-
-def validate(
-    config: Config, procs: Processes, state: State, val_data: TokenDataset, log: Log
-) -> dict | None:
-    """Validate and log the losses. Returns what the best checkpoint is if this step is
-    saved, {"step", "loss"}: the best one so far, or this step."""
-    losses = evaluate(state.model, state.average, val_data, config, procs)
-    log.validation(losses, val_data.num_blocks)
-    selecting = losses[""][best_by(config)]  # of the averaged weights
-    return better_of(state.progress.best, state.progress.step, selecting.mean)
-
-
-def seed_dropout(seed: int, step: int, rank: int) -> None:
-    """Make the random numbers of a step the same after a resume, and different on every
-    process."""
-    row = range(rank, rank + 1)
-    bits = philox_bits(seed, step, row, width=1, stream=DROPOUT)
-    torch.manual_seed(int(bits[0, 0]))
-
-
-def update(state: State, loss: Tensor, norm: Tensor) -> None:
-    """Update weights and their average; a loss or gradient that is not finite changes
-    neither. As in torch.amp.GradScaler, the device decides, so that nothing waits for
-    it."""
-    finite = (loss + norm).isfinite().float()  # 1 or 0
-    for optimizer in state.optimizers:
-        # Fused AdamW and Muon skip the step where found_inf is 1.
-        optimizer.found_inf = 1 - finite  # type: ignore[attr-defined]
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    state.average.update(finite)
-    state.progress.step += 1
-
-
-def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
-    """Raise UserError if the data or the number of processes does not fit the
-    configuration."""
-    m = config.model
-    folder = config.data.folder
-    vocab_size = data.meta["vocab_size"]
-    # This refuses processes that cannot share the batch.
-    config.micro_batch_size(procs.world_size)
-    if data.of_records and m.l2r_only and config.order.kind != "l2r":
-        raise UserError(
-            f"{folder} has prompts: set order.kind = 'l2r', or another "
-            "model.target than 'none'"
-        )
-    for orders in config.all_orders():
-        if not m.is_encoder and orders.has_longer_blocks(data.block_size):
-            raise UserError(
-                f"order.block {orders.block} exceeds the blocks of {folder}, "
-                f"{data.block_size} tokens; lower it"
-            )
-    if vocab_size > (m.mask_token or m.vocab_size):
-        raise UserError(
-            f"the data in {folder} has a vocabulary of {vocab_size}: set "
-            "model.vocab_size to that or above; of an encoder, set model.mask_token to "
-            "that and model.vocab_size above it"
-        )
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ class OrderConfig:
 
     def __post_init__(self):
         check_values(self, name="order.{}".format)
-        kind = self.unmixed
+        kind = self.base_kind
         if kind == "mixture":
             raise UserError("order.mixed is 'mixture'; give another kind")
         if kind == "file" and not self.file:
@@ -99,8 +99,8 @@ class OrderConfig:
             )
 
     @property
-    def unmixed(self) -> OrderKind:
-        """Return the kind of orders, for a mixture the kind that it mixes in."""
+    def base_kind(self) -> OrderKind:
+        """Return the kind of orders; of a mixture the one that it mixes in."""
         return self.mixed if self.kind == "mixture" else self.kind
 
     @functools.cached_property
@@ -110,23 +110,23 @@ class OrderConfig:
 
     @property
     def is_of_one_kind(self) -> bool:
-        """Return whether all orders are of the kind `unmixed`, also in a mixture."""
+        """Return whether all orders are of the `base_kind`, also in a mixture."""
         return self.kind != "mixture" or self.l2r_prob == 1
 
     @property
     def is_fixed(self) -> bool:
         """Return whether all sequences have one and the same order."""
-        return self.is_of_one_kind and ORDER_KINDS[self.unmixed].is_fixed
+        return self.is_of_one_kind and ORDER_KINDS[self.base_kind].is_fixed
 
     @property
     def is_l2r(self) -> bool:
         """Return whether all sequences are read from left to right."""
-        return self.is_fixed and self.unmixed == "l2r"
+        return self.is_fixed and self.base_kind == "l2r"
 
     @property
     def is_any_order(self) -> bool:
         """Return whether every permutation may be drawn."""
-        kind = self.unmixed if self.is_of_one_kind else self.kind
+        kind = self.base_kind if self.is_of_one_kind else self.kind
         return ORDER_KINDS[kind].covers_all
 
     @property
@@ -144,7 +144,7 @@ class OrderConfig:
     def has_longer_blocks(self, length: int) -> bool:
         """Return whether these are orders in blocks, and sequences of this length are
         shorter than one."""
-        has_blocks = "block" in ORDER_KINDS[self.unmixed].settings
+        has_blocks = "block" in ORDER_KINDS[self.base_kind].settings
         return has_blocks and self.block > length
 
 

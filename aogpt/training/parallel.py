@@ -158,7 +158,7 @@ def replicate(model: Transformer, procs: Processes) -> nn.Module:
         )
 
 
-def exchange_gradients(model: nn.Module, exchange: bool) -> None:
+def set_gradient_exchange(model: nn.Module, exchange: bool) -> None:
     """Set whether processes exchange the gradients of the next micro-batch, with all
     accumulated ones, or go on accumulating."""
     if is_sharded(model):

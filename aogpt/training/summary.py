@@ -51,10 +51,11 @@ def notes_on_records(config: Config, data: TokenDataset) -> Iterator[str]:
 
 
 def last_line(
-    config: Config, progress: Progress, first_step: int, of_records: bool
+    config: Config, progress: Progress, first_step: int, predicts_end: bool
 ) -> str:
     """Return what was trained, the best checkpoint, and what comes next. first_step:
-    where this start of the run began. of_records: whether its data has prompts."""
+    where this start of the run began. predicts_end: whether its data are records whose
+    end the model predicts, as one more token."""
     folder = config.run_folder
     step = progress.step
     skipped = ""
@@ -72,14 +73,14 @@ def last_line(
     verb = "had finished" if step == first_step else "finished"
     return (
         f"{verb} {step} steps{skipped}; {best}; next: python sample.py {folder} "
-        f"{sample_options(config, of_records)}, or more --train.steps"
+        f"{sample_options(config, predicts_end)}, or more --train.steps"
     )
 
 
-def sample_options(config: Config, of_records: bool) -> str:
+def sample_options(config: Config, predicts_end: bool) -> str:
     """Return the options with which sample.py shows best what a run has learnt."""
     orders, _ = config.last_stage()
-    if of_records:
+    if predicts_end:
         return '--mode l2r --prompt "..." --until-end'
     sharper = "--temperature 0.7 --top-p 0.9"
     if config.model.is_encoder or config.model.l2r_only:
