@@ -185,6 +185,7 @@ def training_loop(
     saver = Saver(config, procs, data.meta, log.warn)
     graphs = nullcontext()
     if t.compile:
+        procs.print0("compiling: the first steps take minutes (--train.no-compile)")
         graphs = compiled(state.model, procs)
 
     with closing(log), graphs, closing(batches):
