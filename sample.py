@@ -78,7 +78,7 @@ class Arguments(RunOptions, OutputOptions):
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, or a text with masks, as a row of a file has it."""
+    """A row of --prompts FILE.jsonl: a prompt, or a text with masks."""
 
     prompt: str
     length: int | None = None  # in tokens
@@ -86,7 +86,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt with its place, for messages."""
+    """A prompt of any source, with its place for messages."""
 
     place: str
     text: str
@@ -110,6 +110,7 @@ def sample(a: Arguments, procs: Processes) -> None:
         raise UserError("give one of --prompt and --prompts")
     files = {"--jsonl": a.jsonl, "--html": a.html}
     outputs = Outputs(files, [a.run, a.prompts], a.overwrite)
+    # The rows of a prepared data set are read once the model is there.
     of_data = a.prompts is not None and a.prompts.is_dir()
     requests = [] if of_data else read_prompts(a)
     dtype = pick_dtype(a.dtype, procs.device)
@@ -122,7 +123,7 @@ def sample(a: Arguments, procs: Processes) -> None:
     tokenizer = loaded.get_tokenizer()
     default = "l2r" if a.until_end else modes.default_mode(config)
     mode = a.decoding.mode or default
-    plan = modes.parse_mode(mode)
+    plan_function = modes.parse_mode(mode)
     if a.until_end and loaded.record_end is not None:
         raise UserError(
             "--until-end: this run knows the end of a record before its text "
@@ -143,17 +144,17 @@ def sample(a: Arguments, procs: Processes) -> None:
             contexts[number] = context_of(request, a.length, loaded, tokenizer)
         except UserError as error:
             raise UserError(f"{request.place}: {error}") from None
-    texts = [requests[number].text for number in contexts if not of_data]
-    without_masks = (modes.MASK.sub("", text) for text in texts)
-    for note in notes_on_special(tokenizer.count_special(without_masks)):
-        procs.print0(f"note: {note}", file=sys.stderr)
+    if not of_data:  # what looks like a special token in a prompt is text
+        texts = [modes.MASK.sub("", requests[number].text) for number in contexts]
+        for note in notes_on_special(tokenizer.count_special(texts)):
+            procs.print0(f"note: {note}", file=sys.stderr)
 
     # 3. Samples.
     engine = a.decoding.engine(loaded.model, loaded.vocab_size)
     report = Report(a, mode, loaded, tokenizer, outputs, procs)
     for numbers, samples in modes.generate_samples(
         engine,
-        plan,
+        plan_function,
         contexts,
         a.seed,
         a.num_samples,
@@ -172,7 +173,7 @@ class Report:
     """A report of the samples, written and printed as they come, and their cost."""
 
     a: Arguments
-    mode: str
+    mode: str  # as --mode has it
     loaded: Loaded
     tokenizer: Tokenizer
     outputs: Outputs

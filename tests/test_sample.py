@@ -124,7 +124,7 @@ def test_every_kind_of_order_is_one_to_sample_by(draw, kind, tmp_path):
     """A token a step, in the orders drawn; what is given comes first."""
     rows = np.tile(np.arange(LENGTH), (3, 1))
     np.save(tmp_path / "orders.npy", np.random.default_rng(0).permuted(rows, axis=1))
-    settings = {"block": "3", "window": "3", "file": f"{tmp_path}/orders.npy"}
+    settings = {"block": "3", "file": f"{tmp_path}/orders.npy"}
     text = kind
     for key in ORDER_KINDS[kind].settings:
         if key in settings:
