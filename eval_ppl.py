@@ -81,7 +81,8 @@ class Arguments(RunOptions, ReportOptions, SplitOption):
     pass per step, with the arguments of these modes of sample.py, such as
     confidence:threshold=0.9 or entropy:entropy_bound=0.5,group=4,block=32.
     oracle: the position whose true token is most probable comes next; not a likelihood.
-    By default those of l2r and random that the model scores in a single pass."""
+    By default those of l2r, random and score_entropy that the model scores in a single
+    pass."""
     ensemble: tuple[Annotated[int, Interval(ge=1, lt=MAX_MEMBERS)], ...] = (1,)
     """Sizes of order ensembles: average probabilities over this many random orders of
     the context;

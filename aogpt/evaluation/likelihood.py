@@ -353,7 +353,7 @@ def losses_of(task: Task, runner: BatchRunner, seed: int, draws: int) -> Losses:
     return Losses(nll=torch.stack(losses, dim=1), gains=torch.stack(gains, dim=1))
 
 
-def scores_of(
+def estimates_of(
     task: Task, losses: Losses
 ) -> Iterator[tuple[int, Estimate, Estimate | None]]:
     """Yield the estimates of a task: the size of an ensemble, its loss and, above 1,
@@ -399,11 +399,11 @@ def result_rows(task: Task, losses: Losses, draws: int) -> list[dict]:
         "exact": task.scorer.exact,
     }
     rows = []
-    for size, loss, change in scores_of(task, losses):
+    for size, loss, change in estimates_of(task, losses):
         row = {
             **of_task,
             "ensemble": size,
-            **vars(loss),
+            **vars(loss),  # the fields of Estimate
             "perplexity": loss.perplexity,
             "perplexity_95": loss.interval(),
             "bits_per_token": loss.nll / math.log(2),
