@@ -24,8 +24,17 @@ from aogpt.orders import (
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.randomness import ORDERS, SHUFFLE, philox_bits
 
-NEW = ("random_blockwise", "slots", "context_l2r", "infill")
-KINDS = ("l2r", "r2l", "random", "mixture", "fixed_random", "fixed_blockwise", *NEW)
+# Kinds of which every row draws its own order, besides random and mixtures.
+DRAWN_PER_ROW = ("random_blockwise", "slots", "context_l2r", "infill")
+KINDS = (
+    "l2r",
+    "r2l",
+    "random",
+    "mixture",
+    "fixed_random",
+    "fixed_blockwise",
+    *DRAWN_PER_ROW,
+)
 
 
 def test_a_mixture_of_one_kind_alone_is_of_that_kind():
@@ -45,7 +54,7 @@ def test_orders_of_a_negative_seed_or_step_are_a_user_error():
 
 def test_every_kind_is_tested_here():
     untested = ORDER_KINDS.keys() - {*KINDS, "file"}
-    assert not untested, f"add {untested} to KINDS or NEW"
+    assert not untested, f"add {untested} to DRAWN_PER_ROW, or to KINDS alone"
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 64])
@@ -94,7 +103,7 @@ def test_a_row_does_not_depend_on_the_rows_drawn_with_it(kind, length, tmp_path)
             assert not torch.equal(other, whole)
 
 
-@pytest.mark.parametrize("kind", ["random", "mixture", *NEW])
+@pytest.mark.parametrize("kind", ["random", "mixture", *DRAWN_PER_ROW])
 def test_seed_step_and_row_all_matter(kind):
     """By chance orders of 64 positions, and sets of context_l2r, collide once in 10^14.
     There are few gaps (infill), some 400,000 of 1,024 positions."""
@@ -251,7 +260,7 @@ def chances(kind, length, **settings):
 
 # seed, block, share
 SETTINGS = [(0, 2, 0.3), (1, 2, 0.3), (2, 1, 0.0), (3, 9, 1.0)]
-ENUMERATED_KINDS = ["random", "mixture", "fixed_random", *NEW]
+ENUMERATED_KINDS = ["random", "mixture", "fixed_random", *DRAWN_PER_ROW]
 # The most positions with the usual settings, and each bound of the settings.
 QUICK_LENGTHS = {0: 5, 2: 4, 3: 3}  # seed: length
 
@@ -389,7 +398,7 @@ def test_impossible_settings_are_value_errors_that_name_the_setting(make, word):
         make()
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *NEW])
+@pytest.mark.parametrize("kind", KINDS)
 def test_orders_are_what_their_option_says(kind):
     for config in (OrderConfig(kind), OrderConfig(kind, block=4, seed=7, share=0.25)):
         same = parse_order(config.option, "--order")
