@@ -95,23 +95,6 @@ def ao_ar_loss(
     return nll.mean() if weight is None else (nll * weight).mean()
 
 
-def groupwise_loss(
-    model: nn.Module,
-    tokens: Tensor,
-    order: Tensor,
-    group: int,
-    weight: Tensor | None = None,
-    prompt_lengths: Tensor | None = None,
-) -> Tensor:
-    """Return the mean over steps of -log p(x[s_i] | tokens of the groups before i's)
-    (A3), for two-stream models. group: steps in a group; prompt_lengths: LongTensor
-    (B,), steps before the first group."""
-    if group == 1:
-        return ao_ar_loss(model, tokens, order, weight)
-    starts = group_starts(order, group, prompt_lengths)
-    return ao_ar_loss(model, tokens, order, weight, group_start=starts)
-
-
 def masked_nll(model: nn.Module, tokens: Tensor, masks: Masks) -> Tensor:
     """Return weight * sum over masked positions of -log p(x_i | unmasked) / T of each
     sequence, (B,): the masked diffusion objective in expectation (RADD, arXiv
@@ -148,17 +131,13 @@ def score_entropy(model: nn.Module, tokens: Tensor, masks: Masks, vocab: int) ->
 
 
 def order_loss(model: nn.Module, batch: Batch, config: "ObjectiveConfig") -> Tensor:
-    """Return the mean loss of a decoder along the orders of the batch, in groups of
-    `batch.group` steps, a scalar."""
+    """Return the mean over steps of -log p(x[s_i] | tokens of the groups before i's), a
+    scalar, in groups of `batch.group` steps (A3; 1: the paper)."""
     assert batch.order is not None
-    return groupwise_loss(
-        model,
-        batch.tokens,
-        batch.order,
-        batch.group,
-        weight=batch.weight,
-        prompt_lengths=batch.prompt_lengths,
-    )
+    starts = None
+    if batch.group > 1:
+        starts = group_starts(batch.order, batch.group, batch.prompt_lengths)
+    return ao_ar_loss(model, batch.tokens, batch.order, batch.weight, starts)
 
 
 def mask_loss(model: nn.Module, batch: Batch, config: "ObjectiveConfig") -> Tensor:

@@ -41,7 +41,6 @@ from aogpt.objectives import (
     Masks,
     ObjectiveConfig,
     ao_ar_loss,
-    groupwise_loss,
     masked_nll,
     masks_at,
     masks_of_count,
@@ -98,7 +97,8 @@ def test_decoders_of_groups_compute_their_formulas(group, system, settings):
     assert (nll + expected).abs().max() < 1e-9
     scored = token_log_probs(model, tokens, order, group_starts(order, group))
     assert (scored - expected).abs().max() < 1e-9
-    loss = groupwise_loss(model, tokens, order, group)
+    starts = group_starts(order, group)
+    loss = ao_ar_loss(model, tokens, order, group_start=starts)
     assert abs(loss + expected.mean()) < 1e-9
     assert expected.std() > 0.3
 
@@ -665,7 +665,8 @@ def test_every_element_of_every_parameter_learns(system):
         loss = masked_nll(model, inputs[0], masks)
     elif system == "two_stream":
         tokens, order, _ = inputs
-        loss = groupwise_loss(model, tokens, order, 2)
+        starts = group_starts(order, 2)
+        loss = ao_ar_loss(model, tokens, order, group_start=starts)
     else:
         tokens, order = inputs
         loss = ao_ar_loss(model, tokens, order)
@@ -789,9 +790,9 @@ def test_training_uses_the_orders_and_groups_of_each_stage_until_the_next(
     model = randomise(build_model(config.model).double(), 0)
     tokens = random_tokens(TOKENS, batch_size=6, length=LENGTH, seed=0)
     for step in steps:
-        expected = groupwise_loss(
-            model, tokens, orders_at(order, config.seed, step, rows, LENGTH), group
-        )
+        orders = orders_at(order, config.seed, step, rows, LENGTH)
+        starts = group_starts(orders, group)
+        expected = ao_ar_loss(model, tokens, orders, group_start=starts)
         batch = make_batch(tokens, config, step, rows)
         assert torch.equal(
             config.objective.definition.loss(model, batch, config.objective), expected

@@ -198,7 +198,7 @@ class Samples:
         by rising key (B, T), ties from left to right, then those that a row does not
         have. And the index (B, T) of each entry among the others, negative for given
         ones."""
-        rank = inverse_permutation(key.argsort(dim=1, stable=True))  # 0 to T - 1
+        rank = key.argsort(dim=1, stable=True).argsort(dim=1)  # 0 to T - 1
         rank = torch.where(self.given, self.position - self.T, rank)
         rank = rank.masked_fill(~self.valid, self.T)
         order = rank.argsort(dim=1, stable=True)
