@@ -195,6 +195,11 @@ DAMAGES = {
         lambda p: change_state(p, parts={"../x": ""}),
         "../x is missing or not",
     ),
+    "a tensor without a shape": (
+        lambda p: change_state(p, tensors={"model.wte.weight": None}),
+        "tensors",
+    ),
+    "no number of steps": (lambda p: change_state(p, step=None), "step"),
 }
 
 

@@ -20,7 +20,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import safetensors.torch
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor
 from ..runtime.command_line import show, visible
 from ..runtime.errors import UserError, reason_of
 from ..runtime.files import sha256_file, sync, write_text
-from ..runtime.validation import read_json
+from ..runtime.validation import Count, NonNegative, from_values, read_json
 
 FORMAT = "aogpt-checkpoint-3"
 STATE = "state.json"
@@ -38,9 +38,37 @@ NONE_YET = ".no_checkpoint_yet"
 ADVICE = "use another checkpoint of the run"
 TRIES = 100  # to read a checkpoint of a run that is training and replaces it meanwhile
 
+SPLITS = NotRequired[dict[str, dict[str, Any]]]
+Average = TypedDict("Average", {"updates": NonNegative, "decay": float})  # noqa: UP013
+Best = TypedDict("Best", {"step": NonNegative, "loss": float})  # noqa: UP013
+
+
+class Data(TypedDict):
+    tokenizer: str
+    vocab_size: Count
+    splits: SPLITS
+
 
 class CheckpointError(UserError):
     """A checkpoint or file of weights that cannot be written, read or used."""
+
+
+class StateFile(TypedDict):
+    """The contents of state.json. A new key is NotRequired, or needs another FORMAT."""
+
+    step: NonNegative
+    model_config: dict[str, Any]
+    ema: Average
+    config: dict[str, Any]
+    data: Data  # meta.json of the dataset
+    best: Best | None
+    adapter: NotRequired[dict[str, Any] | None]  # of earlier versions' adapters
+    skipped: NonNegative
+    skipped_in_a_row: NonNegative
+    sequences: NotRequired[NonNegative]  # trained on so far
+    tokens: NotRequired[NonNegative]
+    tensors: dict[str, list[Any]]  # [dtype without "torch.", *shape] by name
+    parts: dict[str, str]  # sha256 by file
 
 
 def path_of(run_folder: Path, step: int) -> Path:
@@ -233,10 +261,14 @@ def read_values(
         )
     try:
         contents = read_json(file, dict[str, Any], ADVICE)
-        if contents.get("sha256") != digest(contents) or contents["format"] != FORMAT:
+        if (
+            contents.get("sha256") != digest(contents)
+            or contents.get("format") != FORMAT
+        ):
             raise CheckpointError(
                 f"{file} is damaged (checksum), or not of the format {FORMAT}; {ADVICE}"
             )
+        contents = from_values(contents, StateFile, str(file), ADVICE)
         sums = contents["parts"]
         odd = sorted({part.name for part in parts(path)} ^ sums.keys())
         if odd:
