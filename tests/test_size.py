@@ -9,7 +9,7 @@ import tokenize
 from helpers import ROOT
 
 # Tokens of Python without comments and docstrings, when the list was begun.
-BEGUN_WITH = 109_200
+BEGUN_WITH = 109_400
 ADDED: dict[str, int] = {}
 SILENT = {
     tokenize.COMMENT,
