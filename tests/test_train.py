@@ -517,7 +517,7 @@ def spoil(monkeypatch, bad_steps, target):
     calls = [0]
     plain = objectives.ao_ar_loss
 
-    def loss(model, tokens, order, weight=None):
+    def loss(model, tokens, order, weight=None, group_start=None):
         calls[0] += 1
         if calls[0] / 2 not in bad_steps:
             return plain(model, tokens, order)
