@@ -33,7 +33,7 @@ FIELDS = {  # what a message may have in the place of a variable
     "folder": "data/own",
     "place": "data/own",
     "config": "configs/quickstart.toml",
-    "sample_options(config, of_records)": '--mode l2r --prompt "..." --until-end',
+    "sample_options(config, predicts_end)": '--mode l2r --prompt "..." --until-end',
     "needs": "",
     "kills": "10",
     "seed": "0",
