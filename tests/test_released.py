@@ -750,3 +750,40 @@ def test_the_weights_in_this_repository_know_english_in_every_order():
     assert (nll < 4.5).all()
     mixed = tokens[:, random_orders(batch_size=1, length=length, seed=1)[0]]
     assert -token_log_probs(loaded.model, mixed, orders[:1]).mean() > nll[0] + 2
+
+
+def test_a_best_that_cannot_be_named_leaves_the_new_checkpoint_whole(
+    run, tmp_path, capsys, monkeypatch
+):
+    """It is a warning of `best`, and none that the checkpoint could not be written."""
+    copy = shutil.copytree(run, tmp_path / "run")
+    path = store.find(copy)[-1]
+    values = store.read_values(path)
+    (copy / "best").unlink(missing_ok=True)
+
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "write_text", full)
+    step = store.step_of(path)
+    store.settle(copy, {**values, "best": {"step": step, "loss": 1.0}}, keep=9)
+    assert "warning: could not write" in (err := capsys.readouterr().err)
+    assert "best" in err
+    assert store.read_values(path) == values
+
+
+def test_a_folder_of_an_earlier_hub_export_loads_or_is_refused_in_a_line(run, tmp_path):
+    export = tmp_path / "export"
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    convert(str(run), export)
+    settings = json.loads((export / "config.json").read_text())
+    tensors = safetensors.torch.load_file(export / "model.safetensors")
+    named = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    safetensors.torch.save_file(named, hub / "model.safetensors")
+    write = (hub / "config.json").write_text
+    write(json.dumps({"model_type": "aogpt", "aogpt": settings}))
+    same_weights(load_model(hub), load_model(export))
+    for contents in ({}, {"aogpt": 5}, {"aogpt": {}}):
+        write(json.dumps({"model_type": "aogpt", **contents}))
+        refused(hub)

@@ -10,7 +10,9 @@ from helpers import ROOT
 
 # Tokens of Python without comments and docstrings, when the list was begun.
 BEGUN_WITH = 109_400
-ADDED: dict[str, int] = {}
+ADDED: dict[str, int] = {
+    "a whole checkpoint is not called unwritten; its tensors are its files": 100
+}
 SILENT = {
     tokenize.COMMENT,
     tokenize.NL,

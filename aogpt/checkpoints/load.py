@@ -275,8 +275,12 @@ def from_file(file: Path, weights: str) -> Loaded:
     if pretrained.is_pretrained(settings):
         return from_pretrained(settings, contents, file)
     if settings.get("model_type") == "aogpt":  # of an earlier version's --hub
-        tensors = renamed(contents, lambda name: name.removeprefix("model."))
-        return from_export(settings["aogpt"], tensors, file, weights, checked=False)
+        export = from_values(settings, HubSettings, str(place), ADVICE)["aogpt"]
+        names = {name: name for name in contents}
+        tensors = LazyTensors()
+        for ours, name in renamed(names, lambda x: x.removeprefix("model.")).items():
+            tensors.data[ours] = partial(contents.__getitem__, name)
+        return from_export(export, tensors, file, weights, checked=False)
     if str(settings.get("format")).startswith("aogpt-export-"):
         return from_export(settings, contents, file, weights, checked=True)
     return from_release(contents, settings, weights, file)
@@ -339,6 +343,12 @@ class Export(TypedDict):
     window: NotRequired[Count | None]
     record_end: NotRequired[RecordEnd | None]
     files: dict[str, str]  # sha256 by file
+
+
+class HubSettings(TypedDict):
+    """The contents of a config.json that an earlier version's --hub wrote."""
+
+    aogpt: dict[str, Any]  # an `Export`
 
 
 def from_export(

@@ -11,6 +11,7 @@ read.
 The files are written to .step_00001000.tmp and flushed, then the folder is renamed: a
 kill leaves a whole checkpoint or none. No format here holds code."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -18,7 +19,7 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -207,14 +208,26 @@ def settle(run_folder: Path, values: dict, keep: int) -> None:
     best = path_of(run_folder, values["best"]["step"]) if values["best"] else None
     # first, so that it never names a checkpoint that was dropped
     if best and best.is_dir() and best_of(run_folder) != best:
-        write_text(Path(run_folder) / "best", best.name + "\n")
+        with only_warned(f"write {run_folder}/best"):
+            write_text(Path(run_folder) / "best", best.name + "\n")
     for old in find(run_folder, up_to=values["step"])[:-keep]:
         if old not in (best, best_of(run_folder)):
             # Renamed first: a folder that is half removed must not look like a
             # checkpoint.
             shutil.rmtree(temporary_of(old), ignore_errors=True)
-            os.rename(old, temporary_of(old))
+            with only_warned(f"remove the old checkpoint {old}"):
+                os.rename(old, temporary_of(old))
             shutil.rmtree(temporary_of(old), ignore_errors=True)
+
+
+@contextlib.contextmanager
+def only_warned(action: str) -> Iterator[None]:
+    """Turn an OSError into a warning: the newest checkpoint is complete without the
+    block, and must not be called one that could not be written."""
+    try:
+        yield
+    except OSError as error:
+        show(f"warning: could not {action}: {reason_of(error)}", file=sys.stderr)
 
 
 def remove_partial(run_folder: Path) -> None:
@@ -297,6 +310,8 @@ def read_newest(
     has none. Skips damaged ones with a warning. Looks again if a running job has
     replaced a checkpoint meanwhile. checkpoint: see `candidates`. Raises
     CheckpointError if all are damaged."""
+    if not (Path(run_folder) / "checkpoints").is_dir():
+        return None
     for _ in range(TRIES):
         paths = candidates(run_folder, checkpoint)
         problems = []
@@ -338,21 +353,34 @@ def read_tensors(path: Path, values: dict, targets: dict[str, Tensor]) -> None:
         # not needed here
         warnings.filterwarnings("ignore", message="torch.distributed is")
         reader = dcp.HuggingFaceStorageReader(str(path))
-        try:
+        with reading(path):
             dcp.load(targets, storage_reader=reader, no_dist=True)
-        except (OSError, RuntimeError, dcp.CheckpointException) as error:
-            # RuntimeError: of torch.load
-            raise CheckpointError(
-                f"{path} cannot be read: {reason_of(error)}"
-            ) from error
 
 
 def read_all(path: Path, values: dict, prefix: str = "") -> dict[str, Tensor]:
     """Return the tensors whose names begin with a prefix, whole, by the rest of their
     names."""
+    import torch.distributed.checkpoint as dcp  # takes a second
+
+    # As the files have them; read_tensors compares that with state.json.
+    with reading(path):
+        reader = dcp.HuggingFaceStorageReader(str(path))
+        metadata = reader.read_metadata().state_dict_metadata
     tensors = {}
-    for name, (dtype, *shape) in values["tensors"].items():
+    for name, entry in metadata.items():
         if name.startswith(prefix):
-            tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     read_tensors(path, values, tensors)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise CheckpointError if a file in the block is missing or damaged."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        yield
+    except (OSError, RuntimeError, CheckpointException) as error:
+        # RuntimeError: of torch.load
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
