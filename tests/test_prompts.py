@@ -122,7 +122,7 @@ def test_an_example_has_the_bytes_and_roles_of_its_parts(parts, last, end):
     [
         ("[GIVEN]a", "without its other mark"),
         ("[GIVEN]a[/GIVEN]", "nothing left to predict"),
-        ("", "nothing left to predict"),
+        ("", "is empty"),
     ],
 )
 def test_marks_that_do_not_fit_are_refused(example, says):
