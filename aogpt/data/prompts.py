@@ -54,7 +54,7 @@ def spans(example: str, place: str = "this record") -> list[tuple[str, int]]:
             role = PROMPT if i % 2 else PREDICTED
             result.append((part, role))
     if not result:
-        raise UserError(f"{place} is empty")
+        raise UserError(f"{place}: the text is empty")
     if all(role == PROMPT for _, role in result):
         raise UserError(f"{place}: all of it is given, and nothing left to predict")
     return result
