@@ -77,7 +77,7 @@ def config_of(system, batch=4):
     return Config(model=model, objective=objective, order=orders, train=sizes, seed=3)
 
 
-def test_lengths_of_records_are_counted_by_split(tmp_path):
+def test_lengths_of_records_are_counted_by_split(tmp_path, capsys):
     """Also of a prompt, and where end-of-text is a part of the text."""
     rows = [{"text": "abc"}, {"text": "[GIVEN]ab[/GIVEN]c"}, {"text": "abcdefg"}]
     source = write_rows(tmp_path / "a.jsonl", rows)
@@ -89,8 +89,10 @@ def test_lengths_of_records_are_counted_by_split(tmp_path):
         total.update(entries[split]["lengths"])
     assert total == {"3": 2, "7": 1}
     assert entries["test"]["lengths"] == {"15": 1}
+    assert f"--data.folder {folder} --data.end given\n" in capsys.readouterr().out
     text = prepared("text", tmp_path / "p", source)
     assert "lengths" not in load_meta(text)["splits"]["train"]
+    assert f"--data.folder {text}\n" in capsys.readouterr().out
 
 
 words = st.text(

@@ -197,8 +197,10 @@ def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:
         config = dataset.config or CONFIGS.get(
             tokenizer.name, "configs/quickstart.toml"
         )
-        name = shlex.quote(target.name)
-        show(f"next: python train.py {config} --name {name} --data.folder {place}")
+        options = f"--name {shlex.quote(target.name)} --data.folder {place}"
+        if "lengths" in meta["splits"]["train"]:  # records that end
+            options += " --data.end given"
+        show(f"next: python train.py {config} {options}")
     return target
 
 
