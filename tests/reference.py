@@ -19,9 +19,7 @@ from types import SimpleNamespace
 import torch
 from scipy.stats import chi2
 
-from aogpt.evaluation.ensembles import RandomStream, ensemble_log_probs, permute_context
 from aogpt.model import ModelConfig
-from aogpt.orders import orders_at
 from aogpt.sampling.engine import Engine
 from aogpt.sampling.modes import parse_mode
 from aogpt.sampling.plans import Samples
@@ -1030,24 +1028,3 @@ def sizes_of(steps):
         count = len(list(equal))
         sizes += [1] * count if step < 0 else [count]
     return sizes
-
-
-def direct_nll(model, tokens, orders, sizes, seed, draw, rows):
-    """Return the loss of ensembles of orders by definition
-    (aogpt/evaluation/ensembles.py): -log of the mean probability of every token along
-    one order of each sequence, (B, T, S), in sequence order. Step i is scored from the
-    original context and max(sizes) - 1 permutations of it, with a full pass each."""
-    T = tokens.shape[1]
-    members = max(sizes)
-    order = orders_at(orders, seed, draw, rows, T)
-    original = token_log_probs(model, tokens, order).double()
-    log_probs = torch.stack([original] * members)
-    for step in range(2, T):  # the first two steps have a single context
-        for member in range(1, members):
-            stream = RandomStream(draw, 2 + step, member)
-            permuted = permute_context(order, step, seed, stream, rows)
-            scores = token_log_probs(model, tokens, permuted).double()
-            log_probs[member, :, step] = scores[:, step]
-    nll = -ensemble_log_probs(log_probs, sizes)
-    by_position = torch.empty_like(nll).scatter_(2, order.expand_as(nll), nll)
-    return by_position.permute(1, 2, 0)

@@ -33,15 +33,12 @@ SHAPES = {
 }
 CHOICES = [
     TokenChoice(),
-    TokenChoice(temperature=0.5),
+    TokenChoice(temperature=1e-5),
     TokenChoice(temperature=3.0),
-    TokenChoice(top_p=0.0),
     TokenChoice(top_p=1e-9),
-    TokenChoice(top_p=0.3),
     TokenChoice(top_p=0.5),
     TokenChoice(top_p=0.9),
     TokenChoice(top_p=1.0 - 1e-12),
-    TokenChoice(top_k=1),
     TokenChoice(top_k=3),
     TokenChoice(top_k=100),
     TokenChoice(top_k=3, top_p=0.6),
@@ -102,6 +99,7 @@ def test_tokens_are_drawn_from_the_truncated_distribution(shape, choice, path):
     "choice",
     [
         TokenChoice(0),
+        TokenChoice(1e-300),
         TokenChoice(top_p=0),
         TokenChoice(temperature=0.5, top_p=0, top_k=3),
         TokenChoice(top_k=1),
@@ -255,7 +253,7 @@ def test_both_paths_draw_the_same_tokens_from_the_same_uniforms(
 UNIFORM = torch.full((100,), 0.01, dtype=torch.float64)  # over 100 cells
 
 
-@pytest.mark.parametrize("salt", [1, 2, 50_303])
+@pytest.mark.parametrize("salt", [1, 50_303])
 @pytest.mark.parametrize("kind", ["random", "grid", "small"])
 def test_fresh_uniforms_are_uniform_and_independent_of_the_old_ones(kind, salt):
     """10 x 10 cells of both, of the new with the last digits of the old, and of two
@@ -309,18 +307,15 @@ def test_a_draw_races_blocks_and_then_ids_and_pads_what_is_no_multiple(vocab):
 
 
 def test_rounding_of_the_logits_moves_no_token():
-    """Logits of 50,304 ids are perturbed as float32 rounds; an inverse CDF in id order
-    moves one token in 2,000."""
-    moved = 0
+    """Logits of 50,304 ids are perturbed a hundred times as much as float32 rounds; an
+    inverse CDF in id order moves one token in 20."""
     noise = seeded(1)
-    for _ in range(30):
-        logits = 2.5 * torch.randn(100, 50_304, generator=noise)
-        uniforms = torch.rand(100, generator=noise, dtype=torch.float64)
-        rounded = logits + 1e-6 * torch.randn(logits.shape, generator=noise)
-        one = choose_tokens(logits, uniforms, TokenChoice())
-        other = choose_tokens(rounded, uniforms, TokenChoice())
-        moved += int((one != other).sum())
-    assert moved <= 1
+    logits = 2.5 * torch.randn(200, 50_304, generator=noise)
+    uniforms = torch.rand(200, generator=noise, dtype=torch.float64)
+    rounded = logits + 1e-4 * torch.randn(logits.shape, generator=noise)
+    one = choose_tokens(logits, uniforms, TokenChoice())
+    other = choose_tokens(rounded, uniforms, TokenChoice())
+    assert int((one != other).sum()) <= 1
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,6 @@ from aogpt.sampling import (
     cached,
     compiled,
     group_sizes,
-    mdm_plan,
     order_plan,
     simple_generate,
     speculative_plan,
@@ -188,26 +187,17 @@ def test_infilling_matches_enumeration(system, mode):
 @pytest.mark.parametrize(
     "choice",
     [
-        TokenChoice(0.6),
-        TokenChoice(top_p=0.75),
+        TokenChoice(0.6, top_p=0.75),
         TokenChoice(temperature=1.3, top_p=0.9, top_k=2),
         TokenChoice(0),
     ],
     ids=str,
 )
-@pytest.mark.parametrize(
-    "mode", ["mdm:steps=3", "speculative:order=l2r,draft=3", "speculative:draft=3"]
-)
+@pytest.mark.parametrize("mode", ["mdm:steps=3", "speculative:draft=3"])
 def test_truncated_sampling_matches_enumeration(mode, choice):
-    """Greedy left to right has one possible sequence, which every sample is."""
     plan = make_plan(mode, SAMPLES, N, seed=11)
     counts = sampled_counts(enumerated("AO-GPT", 1)[0], plan, 21, choice=choice)
-    expected = expected_distribution(mode, "AO-GPT", 1, choice)
-    if (expected > 0).sum() == 1:
-        assert counts.argmax() == expected.argmax()
-        assert counts.max() == SAMPLES
-    else:
-        assert accept(counts, expected)
+    assert accept(counts, expected_distribution(mode, "AO-GPT", 1, choice))
 
 
 RAGGED = {
@@ -538,8 +528,10 @@ def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
         )
 
     before = tokens.clone()
+    global_state = torch.get_rng_state()
     few = draw(tokens, vocab_size=5)
     assert torch.equal(tokens, before)
+    assert torch.equal(torch.get_rng_state(), global_state)
     assert (few.tokens[~given] < 5).all()
     other_inputs = tokens.where(given, (tokens + 1) % TOKENS)
     assert torch.equal(draw(other_inputs, vocab_size=5).tokens, few.tokens)
@@ -564,16 +556,6 @@ def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
     changed[3] = (changed[3] + 0.5) % 1
     same = (draw(tokens, uniforms=changed).tokens == whole.tokens).all(dim=1)
     assert same.tolist() == [b != 3 for b in range(7)]
-
-
-@pytest.mark.parametrize("mode", OF_EACH_KIND)
-def test_samples_of_a_seed_are_the_same_and_leave_the_global_generator_alone(mode):
-    model = text_model()
-    plan = make_plan(mode, 7, LENGTHS)
-    before = torch.get_rng_state()
-    first, second = (generate(model, plan, generator=seeded(5)) for _ in range(2))
-    assert torch.equal(first.tokens, second.tokens)
-    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_rounding_does_not_make_float32_samples_depend_on_the_batch():
@@ -926,15 +908,10 @@ def steps_of(plan):
         "entropy:group=16",
     ],
 )
-@pytest.mark.parametrize("prompted", [False, True], ids=["unprompted", "prompted"])
-def test_a_plan_takes_few_shapes_and_another_plan_of_its_kind_hardly_a_new_one(
-    mode, prompted
-):
-    given = None
+def test_a_plan_takes_few_shapes_and_another_plan_of_its_kind_hardly_a_new_one(mode):
+    given = torch.arange(1024).expand(8, -1) < 300
     shapes = set()
     names = ("inputs", "width", "end")
-    if prompted:
-        given = torch.arange(1024).expand(8, -1) < 300
     for seed in range(3):
         before = len(shapes)
         for step in steps_of(make_plan(mode, 8, 1024, given, seed=seed)):
@@ -970,12 +947,10 @@ def test_no_step_reads_a_value_of_the_device(system, mode, monkeypatch):
         torch.ones(1).item()
 
 
+PLAN = order_plan(Samples(1, 4), "l2r")
 FIRST = torch.tensor([[True, False, False, False]])
 PROMPTED = order_plan(Samples(1, 4, given=FIRST), "l2r")
-
-
-def double(value, *shape):
-    return torch.full(shape, value, dtype=torch.float64)
+DRAFTED = speculative_plan(Samples(1, 4), draft=2)
 
 
 @pytest.mark.parametrize(
@@ -984,56 +959,25 @@ def double(value, *shape):
         (order_plan(Samples(1, 17), "l2r"), {}, "17 tokens.*up to 16"),
         (PROMPTED, {}, "given positions: pass their tokens"),
         (PROMPTED, {"tokens": torch.tensor([[17, 0, 0, 0]])}, "vocabulary of 17"),
-        (
-            order_plan(Samples(1, 4), "l2r"),
-            {"tokens": torch.zeros(1, 5).long()},
-            r"\(1, 5\).*\(1, 4\)",
-        ),
-        (
-            order_plan(Samples(2, 4), "l2r"),
-            {"uniforms": double(0.0, 2, 3)},
-            r"uniforms.*\(2, 3\)",
-        ),
-        (
-            order_plan(Samples(2, 4), "l2r"),
-            {"uniforms": double(1.0, 2, 4)},
-            r"uniforms.*\[0, 1\)",
-        ),
-        (
-            order_plan(Samples(1, 4), "l2r"),
-            {"forced": torch.zeros(1, 1).long()},
-            "the plan is for",
-        ),
-        (
-            dataclasses.replace(order_plan(Samples(2, 4), "l2r"), unmask_by="oracle"),
-            {},
-            "the oracle order needs forced tokens",
-        ),
-        (
-            order_plan(Samples(1, 4), "l2r"),
-            {"forced": torch.full((1, 4), 17)},
-            "outside the model's vocabulary",
-        ),
-        (
-            speculative_plan(Samples(1, 4), draft=2),
-            {"forced": torch.zeros(1, 4).long()},
-            "force none",
-        ),
+        (PLAN, {"tokens": torch.zeros(1, 5).long()}, r"\(1, 5\).*\(1, 4\)"),
+        (PLAN, {"uniforms": torch.ones(1, 4).double()}, r"uniforms.*\[0, 1\)"),
+        (PLAN, {"forced": torch.zeros(1, 1).long()}, "the plan is for"),
+        (dataclasses.replace(PLAN, unmask_by="oracle"), {}, "needs forced tokens"),
+        (PLAN, {"forced": torch.full((1, 4), 17)}, "outside the model's vocabulary"),
+        (DRAFTED, {"forced": torch.zeros(1, 4).long()}, "force none"),
     ],
 )
 def test_generate_refuses_what_it_cannot_do_and_says_why(plan, arguments, words):
     with pytest.raises(ValueError, match=words):
         generate(text_model(), plan, generator=seeded(0), **arguments)
+
+
+def test_models_that_cannot_follow_a_plan_are_refused():
     with pytest.raises(ValueError, match="training mode.*eval"):
-        generate(
-            make_system("AO-GPT").train(),
-            order_plan(Samples(2, 4), "l2r"),
-            generator=seeded(0),
-        )
-    plan = speculative_plan(Samples(2, 4), draft=2)
+        generate(make_system("AO-GPT").train(), PLAN, generator=seeded(0))
     for system in ("GPT-2", *ENCODERS):
         with pytest.raises(ValueError, match="plain GPT|speculation needs causal"):
-            generate(text_model(system), plan, generator=seeded(0))
+            generate(text_model(system), DRAFTED, generator=seeded(0))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -1054,16 +998,6 @@ def test_a_model_whose_output_is_not_finite_gives_an_error_and_no_samples(
         generate(model, make_plan(mode, 2, 4), generator=seeded(0), choice=choice)
 
 
-@pytest.mark.parametrize("temperature", [1e-5, 1e-300])
-def test_the_lowest_temperatures_are_greedy(temperature):
-    model = text_model()
-    plan = order_plan(Samples(4, LENGTH), "l2r")
-    uniforms = uniforms_for(4)
-    low = generate(model, plan, uniforms=uniforms, choice=TokenChoice(temperature))
-    none = generate(model, plan, uniforms=uniforms, choice=TokenChoice(0))
-    assert torch.equal(low.tokens, none.tokens)
-
-
 def test_packed_layers_generate_what_the_models_own_do(monkeypatch):
     """Several samples of a wide model take them; a single one, which needs no second
     copy of the weights, and those of narrower models do not."""
@@ -1080,16 +1014,9 @@ def test_packed_layers_generate_what_the_models_own_do(monkeypatch):
         layers = {type(module) for module in copy.modules()}
         assert (cached.PackedLinear in layers) == is_packed
         assert (cached.PackedMLP in layers) == is_packed
-
-
-def test_generation_under_autocast_runs_with_packed_layers(monkeypatch):
-    monkeypatch.setattr(cached, "WIDE", 0)
-    model = make_system("AO-GPT", 0, torch.float32)
-    plan = mdm_plan(Samples(3, 8, seeded(0)), steps=4)
     with torch.autocast("cpu", torch.bfloat16):
-        got = generate(model, plan, uniforms=uniforms_for(3, 8, seed=1))
-    assert got.tokens.shape == (3, 8)
-    assert got.log_probs.isfinite().all()
+        rounded = generate(model, plan, uniforms=uniforms)
+    assert rounded.log_probs.isfinite().all()
 
 
 @pytest.mark.parametrize("mode", ["l2r", "l2r:group=3"])
@@ -1160,10 +1087,6 @@ def test_the_simple_sampler_is_greedy_at_no_temperature_and_without_a_nucleus():
         simple_generate(model, order, [2], uniforms)
 
 
-ORDER = torch.arange(4)
-UNIFORMS = torch.full((4,), 0.5, dtype=torch.float64)
-
-
 @pytest.mark.parametrize(
     "system, changes, words",
     [
@@ -1171,31 +1094,22 @@ UNIFORMS = torch.full((4,), 0.5, dtype=torch.float64)
         ("AO-GPT", {"order": torch.tensor([0, 0, 1, 3])}, "a permutation of 0..3"),
         ("AO-GPT", {"sizes": [2, 0, 2]}, "at least 1"),
         ("AO-GPT", {"sizes": [4, 1]}, "add up to at most 4"),
-        ("AO-GPT", {"uniforms": UNIFORMS.float()}, "4 uniforms of float64"),
+        ("AO-GPT", {"uniforms": torch.zeros(4)}, "4 uniforms of float64"),
         ("AO-GPT", {"temperature": math.nan}, "temperature is nan"),
-        ("AO-GPT", {"top_p": 1.5}, "top_p is 1.5"),
-        ("AO-GPT", {"order": ORDER.int()}, "LongTensor"),
         ("AO-GPT", {"order": torch.arange(400)}, "up to"),
-        ("GPT-2", {"order": ORDER.flip(0)}, "plain GPT.*left to right"),
+        ("GPT-2", {"order": torch.arange(3, -1, -1)}, "plain GPT.*left to right"),
         ("GPT-2", {"sizes": [2, 2]}, "plain GPT.*sizes of 1"),
     ],
 )
 def test_the_simple_sampler_refuses_what_it_cannot_use(system, changes, words):
-    model = make_system(system, 0, torch.float64)
     with pytest.raises(UserError, match=words):
         simple_generate(
-            model,
-            order=changes.get("order", ORDER),
+            make_system(system, 0),
+            order=changes.get("order", torch.arange(4)),
             sizes=changes.get("sizes", [1] * 4),
-            uniforms=changes.get("uniforms", UNIFORMS),
-            tokens=changes.get("tokens"),
+            uniforms=changes.get("uniforms", torch.zeros(4).double()),
             temperature=changes.get("temperature", 1.0),
-            top_p=changes.get("top_p", 1.0),
         )
-    if not changes:
-        return
-    with pytest.raises(UserError, match="evaluation mode"):
-        simple_generate(make_system("AO-GPT").train(), ORDER, [1] * 4, UNIFORMS)
 
 
 @pytest.mark.parametrize("mode", ["random", "l2r:group=2", "mdm:steps=2"])

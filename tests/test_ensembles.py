@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from reference import all_sequences, direct_nll, enumerable_system
+from reference import all_sequences, enumerable_system
 
 from aogpt.evaluation.ensembles import MAX_DRAWS, MAX_MEMBERS, RandomStream, cheap_gains
-from aogpt.orders import OrderConfig, Roles
+from aogpt.orders import Roles
 
 N = 4
 V = 3
@@ -56,8 +56,7 @@ def z_score(draws, exact):
     return float((draws.mean() - exact) / standard_error)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_cheap_gains_have_the_gain_of_the_exact_ensemble_as_their_mean(system, seed):
+def test_cheap_gains_have_the_gain_of_the_exact_ensemble_as_their_mean(system):
     model, _, exact = system
     sequences = all_sequences(V, N)
     for row in (0, 40, 77):
@@ -66,7 +65,7 @@ def test_cheap_gains_have_the_gain_of_the_exact_ensemble_as_their_mean(system, s
             model,
             tokens,
             SIZES,
-            seed=seed,
+            seed=0,
             draw=0,
             rows=range(len(tokens)),
             batch_size=4_000,
@@ -112,20 +111,6 @@ def test_cheap_gains_are_of_contexts_that_begin_with_the_prompt(system):
     gains = gains_of(tokens, text_of_3)
     assert torch.equal(gains, gains_of(other_end, text_of_3))
     assert gains.min() < -1e-3
-
-
-def test_the_mean_loss_of_the_direct_way_is_that_of_the_exact_ensemble(system):
-    """`reference.direct_nll`, which trained models are checked with."""
-    model, conditional, exact = system
-    left_to_right = exact_loss(conditional, 3, [tuple(range(N))])
-    tokens = all_sequences(V, N)[60].expand(8_000, N)
-    for kind, expected in (("random", exact[3]), ("l2r", left_to_right)):
-        orders = OrderConfig(kind)
-        nll = direct_nll(
-            model, tokens, orders, (3,), seed=0, draw=0, rows=range(len(tokens))
-        )
-        mean_nll = nll.mean(dim=1)[:, 0]
-        assert abs(z_score(mean_nll, expected[60])) < 4
 
 
 def test_draws_uses_and_members_have_random_numbers_of_their_own():
