@@ -1,7 +1,6 @@
 """aogpt/training/config.py: files, overrides, and errors that name key and
 file."""
 
-import collections
 import copy
 import json
 import math
@@ -204,6 +203,15 @@ REFUSED = [  # a config file, and what the message says besides the file's name
     ),
     ('[order]\nblock = 1\n[[schedule]]\nkind = "fixed_blockwise"', "order.block is 1"),
     ("[[schedule]]\nstep = 2\n[[schedule]]\nstep = 2", "schedule: steps must rise"),
+    ("[[schedule]]\nstep = -1", "schedule.step is -1; give a number at least 0"),
+    ('[[schedule]]\nkind = "rnd"', "schedule.kind is 'rnd'", "must be one of"),
+    ("[objective]\ngroup = 0", "group is 0"),
+    ("[objective]\nprefix_prob = 0.1", "prefix_prob is for encoders", "'ao_ar'"),
+    (
+        '[objective]\nkind = "ar"\n[order]\nkind = "l2r"\n[[schedule]]\nstep = 2',
+        "'ar' needs",
+        "'l2r', but it is 'random'",
+    ),
     ('[model]\ntarget = "none"', "model.target", "order.kind", "'l2r'"),
     ('[objective]\nkind = "ar"', "needs order.kind = 'l2r', but it is 'mixture'"),
     (
@@ -387,25 +395,3 @@ def test_help_shows_what_people_change_first_then_every_key_with_its_meaning(
         assert "--" + key.replace("_", "-") in boxes, key
     for key in NOT_OPTIONS:
         assert "--" + key.replace("_", "-") + " " not in boxes, key
-    # texts of several lines are wrapped anew: only their last line is short
-    text = boxes[boxes.index("l2r, r2l: left") : boxes.index("--order.l2r-prob")]
-    *full, _, _ = text.splitlines()
-    assert len(full) > 4
-    assert min(len(line.rstrip()) for line in full[1:]) > columns - 30
-
-
-def test_help_of_a_setting_is_not_that_of_the_one_above(script, monkeypatch):
-    """tyro gives a comment above a field to all fields below it without one."""
-    monkeypatch.setenv("COLUMNS", "80")
-    _, shown, _ = script(train, "--help")
-    lines = [line.strip("│").strip() for line in shown.splitlines()]
-    settings = {}
-    for text in re.split(r"\n(?=--)", "\n".join(lines))[1:]:
-        name = re.match(r"--[\w.-]+", text)[0]
-        text_below = re.search(r"\n(?![^\n]*[{}|])(.*)\(default:", text, re.DOTALL)
-        settings[name] = text_below[1].strip() if text_below else ""
-    assert len(settings) >= len(KEYS)
-    by_help = collections.defaultdict(list)
-    for name, text in settings.items():
-        by_help[text].append(name)
-    assert not [names for names in by_help.values() if len(names) > 1]

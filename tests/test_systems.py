@@ -1,6 +1,5 @@
 """Every system of the comparison computes its formulas and trains on its objective."""
 
-import dataclasses
 import itertools
 import math
 from fractions import Fraction
@@ -30,11 +29,9 @@ from reference import (
     random_tokens,
     randomise,
     seeded,
-    tiny_model,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import train
 from aogpt.evaluation.likelihood import token_score_entropy
 from aogpt.model import ModelConfig
 from aogpt.objectives import (
@@ -51,9 +48,8 @@ from aogpt.runtime.errors import UserError
 from aogpt.sampling import Engine, Plan
 from aogpt.scoring import group_starts, masked_log_probs, masked_logits, token_log_probs
 from aogpt.systems import build_model, log_linear_noise, parameter_counts
-from aogpt.training import config as configuration
 from aogpt.training.batches import make_batch
-from aogpt.training.config import Config, StageConfig
+from aogpt.training.config import Config, StageConfig, TrainConfig
 
 LENGTH = TINY["block_size"]
 
@@ -85,7 +81,7 @@ def some_masked(batch_size, length, seed):
         ("mask_query", LLAMA),
     ],
 )
-@pytest.mark.parametrize("group", [1, 2, 3, LENGTH])
+@pytest.mark.parametrize("group", [2, LENGTH])
 @torch.no_grad()
 def test_decoders_of_groups_compute_their_formulas(group, system, settings):
     """1e-9 is far above float64 rounding and far below any difference of formula."""
@@ -129,9 +125,8 @@ def test_an_encoder_computes_its_formulas(system, length, seed):
         assert (model(tokens, masked) + expected).abs().max() < 1e-9
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @torch.no_grad()
-def test_score_entropy_of_sedd_is_its_formula(seed):
+def test_score_entropy_of_sedd_is_its_formula(seed=1):
     """1e-5: the noise level's cosines are those of its float32 rounding."""
     model = make_system("SEDD", seed)
     tokens = random_tokens(TOKENS, 8, LENGTH, seed + 1)
@@ -186,12 +181,12 @@ def count_distinct(values, tolerance=4e-6):
     return 1 + sum(gap > tolerance for gap in gaps)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("length", [3, 4])
 @pytest.mark.parametrize("system", [name for name in SYSTEMS if name != "GPT-2"])
-def test_there_is_one_conditional_per_set_or_order_of_context(system, length, seed):
+def test_there_is_one_conditional_per_set_or_order_of_context(system):
     """Finding 5. Where rotation alone tells positions, those without any context are
     one."""
+    length = 4
+    seed = 0
     model = make_system(system, seed, block_size=length)
     values = listed_conditionals(model, length, seed)
     gaps = []
@@ -283,13 +278,12 @@ def expected_estimate(kind, model, tokens):
     return total
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("kind", ["lambda_dce", "k_dce", "t_dce"])
 @torch.no_grad()
-def test_masked_losses_agree_in_expectation_with_the_any_order_loss(kind, seed):
+def test_masked_losses_agree_in_expectation_with_the_any_order_loss(kind):
     """What t_dce leaves out, int_{1-eps}^1 (1/r) E_mask[...] dr, is added in
     fractions."""
-    model = enumerable_system("encoder AO-GPT", seed)[0]
+    model = enumerable_system("encoder AO-GPT", seed=0)[0]
     tokens = all_sequences(V, N)
     expected = ao_ar_of_encoder(model, tokens)
     got = expected_estimate(kind, model, tokens)
@@ -339,9 +333,7 @@ def rate_of(masks, kind):
     return 1 / masks.weight
 
 
-@pytest.mark.parametrize(
-    "seed, share", [(0, 0.0), (1, 0.0), (2, 0.0), (0, 0.1), (1, 0.5), (2, 1.0)]
-)
+@pytest.mark.parametrize("seed, share", [(0, 0.0), (1, 0.5), (2, 1.0)])
 @pytest.mark.parametrize("kind", ["t_dce", "k_dce", "lambda_dce", "score_entropy"])
 def test_masks_have_their_distribution_and_a_share_of_them_leaves_a_prefix(
     kind, seed, share
@@ -383,24 +375,25 @@ def test_masks_have_their_distribution_and_a_share_of_them_leaves_a_prefix(
     assert chi_square_p(counts, 40_000 * expected) > LEVEL
 
 
-@pytest.mark.parametrize(
-    "seed, total",
-    some_slow(
-        itertools.product([0, 1], [1, 2, 3, 4, 7]),
-        lambda seed, total: seed == 0 and total in (1, 3, 7),
-        "4,000 batches of each",
-    ),
-)
-def test_masks_of_stratified_rates_have_their_distribution_in_every_row(seed, total):
-    batches = [
-        drawn_masks("lambda_dce", seed, s, range(total), total) for s in range(4000)
-    ]
-    expected = 4000 * cell_probabilities(Fraction(1))
+@pytest.mark.parametrize("total", [1, 7])
+@pytest.mark.parametrize("kind", ["lambda_dce", "k_dce"])
+def test_stratified_masks_have_their_distribution_in_every_row(kind, total):
+    """k_dce: the number of masked positions is uniform on 1 to n, and of a number all
+    sets are as frequent."""
+    batches = [drawn_masks(kind, 0, step, range(total), total) for step in range(4000)]
+    expected = cell_probabilities(Fraction(1))
+    if kind == "k_dce":
+        chances = [1 / (N * math.comb(N, k)) for k in PATTERNS.sum(1).tolist() if k]
+        expected = torch.tensor(chances, dtype=torch.float64)
     for row in range(total):
         masked = torch.stack([masks.masked[row] for masks in batches])
-        rates = torch.stack([1 / masks.weight[row] for masks in batches])
-        observed = cell_of(rates, masked).bincount(minlength=64)
-        assert chi_square_p(observed, expected) > LEVEL, f"row {row}"
+        if kind == "k_dce":
+            cells = pattern_index(masked) - 1  # at least one position is masked
+        else:
+            rates = torch.stack([1 / masks.weight[row] for masks in batches])
+            cells = cell_of(rates, masked)
+        observed = cells.bincount(minlength=len(expected))
+        assert chi_square_p(observed, 4000 * expected) > LEVEL, f"row {row}"
 
 
 def test_stratified_rates_lie_one_in_each_part_and_weigh_their_inverse():
@@ -412,25 +405,6 @@ def test_stratified_rates_lie_one_in_each_part_and_weigh_their_inverse():
         assert sorted(eighths.tolist()) == list(range(8))
         of_sigma = (1 - (-masks.sigma).exp()) / (1 - EPS)
         assert (of_sigma - rates).abs().max() < 1e-6
-
-
-@pytest.mark.parametrize("total", [1, 3, 8])
-def test_stratified_counts_have_their_distribution_in_every_row(total):
-    """k_dce: in each row the number of masked positions is uniform on 1 to n, and of a
-    number all sets are as frequent."""
-    batches = [
-        drawn_masks("k_dce", 0, step, range(total), total) for step in range(4000)
-    ]
-    expected = []
-    for size in PATTERNS.sum(dim=1).tolist():
-        chance = 1 / (N * math.comb(N, size)) if size else 0.0
-        expected.append(4000 * chance)
-    for row in range(total):
-        masked = torch.stack([masks.masked[row] for masks in batches])
-        observed = pattern_index(masked).bincount(minlength=len(expected))
-        assert observed[0] == 0
-        p = chi_square_p(observed[1:], torch.tensor(expected[1:]).double())
-        assert p > LEVEL, f"row {row}"
 
 
 def test_stratified_counts_lie_one_in_each_part():
@@ -493,24 +467,7 @@ def test_masks_are_a_function_of_seed_step_and_row(kind):
     assert len({tuple(row) for row in whole.masked.tolist()}) > 6
 
 
-@pytest.mark.parametrize("system", list(ENCODERS))
-def test_an_encoder_has_a_likelihood_along_every_order(system):
-    """The product of its conditionals, each with what is left masked; 1e-5 for SEDD's
-    float32."""
-    model, conditional = enumerable_system(system, 3)
-    sequences = all_sequences(V, N)
-    for order in random_orders(batch_size=4, length=N, seed=5):
-        log_probs = token_log_probs(model, sequences, order.expand(len(sequences), N))
-        for step, target in enumerate(order.tolist()):
-            context = tuple(order[:step].tolist())
-            expected = conditional[context, target].log()
-            assert (log_probs[:, step] - expected).abs().max() < 1e-5
-        total = log_probs.double().sum(dim=1).exp().sum()
-        assert abs(total - 1) < 1e-5
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_draws_of_the_score_entropy_bound_have_its_integral_as_their_mean(seed):
+def test_draws_of_the_score_entropy_bound_have_its_integral_as_their_mean(seed=0):
     """By quadrature over time, all masks enumerated: within 4.5 standard errors of 400
     draws."""
     model = make_system("SEDD", seed, tokens=V, block_size=N, n_head=2, n_embd=8)
@@ -704,56 +661,6 @@ def test_parameter_counts_of_every_system_sum_to_the_total(system):
     assert counts["embeddings"] == D * (TINY["vocab_size"] + positions + has_start)
 
 
-ENCODER_TABLE = {
-    "attention": "full",
-    "target": "none",
-    "mask_token": 257,
-    "vocab_size": 320,
-}
-
-
-def objective(kind, **tables):
-    return dict(tables, objective={"kind": kind})
-
-
-L2R = {"kind": "l2r"}
-STAGE = [{"step": 5, "kind": "random"}]
-REFUSED = [  # besides those of test_config.py
-    (
-        objective("t_dce", model={"target": "two_stream"}),
-        "'t_dce' does not fit model.attention = 'causal'.*ao_ar",
-    ),
-    (
-        objective("score_entropy", model=ENCODER_TABLE),
-        "score_entropy.*model.noise = true",
-    ),
-    (
-        objective("ar", order=L2R, schedule=STAGE),
-        "'ar' needs .* 'l2r', but it is 'random'",
-    ),
-    (
-        {"model": {"target": "none"}, "order": L2R, "schedule": STAGE},
-        "needs target positions",
-    ),
-    (objective("sedd"), "objective.kind is 'sedd'"),
-    ({"objective": {"group": 0}}, "group is 0"),
-    ({"objective": {"prefix_prob": 0.1}}, "prefix_prob is for encoders, .*'ao_ar'"),
-    (objective("k_dce", model=ENCODER_TABLE, order=L2R), "an encoder has no order"),
-    ({"schedule": [{"step": -1}]}, "schedule.step is -1; give a number at least 0"),
-    (
-        {"schedule": [{"step": 1, "kind": "rnd"}]},
-        "schedule.kind is 'rnd'.*must be one of",
-    ),
-    ({"schedule": [{"step": 1, "l2r_prob": 1.5, "kind": "mixture"}]}, "l2r_prob"),
-]
-
-
-@pytest.mark.parametrize("tables, words", REFUSED)
-def test_what_does_not_go_together_is_refused_by_name(tables, words):
-    with pytest.raises(ValueError, match=rf"run\.toml.*{words}"):
-        configuration.from_dict(tables, "run.toml")
-
-
 CURRICULUM = (
     StageConfig(step=10, kind="l2r", l2r_prob=0.1, group=1),
     StageConfig(step=20, kind="l2r", l2r_prob=0.1, group=2),
@@ -799,43 +706,23 @@ def test_training_uses_the_orders_and_groups_of_each_stage_until_the_next(
         )
 
 
-@pytest.mark.parametrize("system", ["RADD", "SEDD"])
-def test_training_of_an_encoder_minimises_its_objective(system):
-    kind = "score_entropy" if system == "SEDD" else "lambda_dce"
-    model = make_system(system, dtype=torch.float32)
-    settings = train.configuration.TrainConfig(batch_size=12, micro_batch_size=4)
+def test_training_of_sedd_minimises_its_score_entropy():
+    model = make_system("SEDD", dtype=torch.float32)
     config = Config(
-        model=model.config, objective=ObjectiveConfig(kind), train=settings, seed=5
+        model=model.config,
+        objective=ObjectiveConfig("score_entropy"),
+        train=TrainConfig(batch_size=12, micro_batch_size=4),
+        seed=5,
     )
     tokens = random_tokens(TOKENS, batch_size=4, length=LENGTH, seed=0)
     rows = range(4, 8)
     masks = masks_at(
         config.objective, seed=5, step=9, rows=rows, total=12, length=LENGTH
     )
-    if system == "SEDD":
-        loss = score_entropy(model, tokens, masks, TOKENS).mean(dim=1)
-    else:
-        loss = masked_nll(model, tokens, masks)
+    expected = score_entropy(model, tokens, masks, TOKENS).mean()
     batch = make_batch(tokens, config, 9, rows)
-    assert torch.equal(
-        config.objective.definition.loss(model, batch, config.objective), loss.mean()
-    )
-
-
-def test_the_schedule_and_the_mask_token_survive_a_checkpoint_and_a_command_line(
-    tmp_path,
-):
-    encoder = Config(model=tiny_model("RADD"), objective=ObjectiveConfig("k_dce"))
-    for config in (curriculum_config(), encoder):
-        values = dataclasses.asdict(config)
-        assert configuration.from_dict(values, "a checkpoint") == config
-    shorter = curriculum_config(schedule=CURRICULUM[:2])
-    assert list(configuration.differences(curriculum_config(), shorter)) == ["schedule"]
-    path = tmp_path / "run.toml"
-    path.write_text(configuration.to_toml(curriculum_config()))
-    config = configuration.from_command_line([str(path), "--objective.group", "2"], "")
-    assert config.schedule == CURRICULUM
-    assert config.objective.group == 2
+    loss = config.objective.definition.loss(model, batch, config.objective)
+    assert torch.equal(loss, expected)
 
 
 def test_orders_and_groups_that_do_not_fit_are_a_user_error():
