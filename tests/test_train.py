@@ -106,9 +106,7 @@ def stop_after(numbers, values):
     raise Stopped
 
 
-@pytest.mark.parametrize(
-    "system, clip", [("decoder", 0.25), ("decoder", math.inf), ("encoder", math.inf)]
-)
+@pytest.mark.parametrize("system, clip", [("decoder", 0.25), ("encoder", math.inf)])
 def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(
     data, system, clip, tmp_path, monkeypatch
 ):
@@ -230,20 +228,14 @@ def test_a_finished_run_started_again_says_so_and_changes_nothing(
     assert files(config.run_folder) == before
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"model__target": "input"}, "model.target = 'adaln', but now it is 'input'"),
-        ({"optim__kind": "muon"}, "optim.kind = 'adamw', but now it is 'muon'"),
-    ],
-)
 def test_what_a_run_cannot_change_is_an_error_that_leaves_it_as_it_was(
-    reference, tmp_path, changes, message
+    reference, tmp_path
 ):
     config = copy_of(reference, tmp_path, train__steps=45)
     before = files(config.run_folder)
-    with pytest.raises(UserError, match=f"{message}, which cannot change"):
-        train.train(change(config, **changes), ALONE)
+    message = "optim.kind = 'adamw', but now it is 'muon', which cannot change"
+    with pytest.raises(UserError, match=message):
+        train.train(change(config, optim__kind="muon"), ALONE)
     assert files(config.run_folder) == before
 
 
@@ -486,21 +478,21 @@ def test_a_signal_finishes_the_step_saves_exits_0_and_the_run_goes_on_exactly(
 def test_a_run_of_minutes_keeps_its_steps_when_it_is_killed_and_when_they_double(
     data, tmp_path, driver
 ):
-    config = tiny_config(data, tmp_path, train__minutes=0.08)
+    config = tiny_config(data, tmp_path, train__minutes=0.03)
     path = write_config(config)
     child = driver.start(path)
     wait_for(lambda: has_reached(config, 4))
     os.kill(child, signal.SIGKILL)
     assert driver.status() == -signal.SIGKILL
     begun = configuration.load_toml(config.run_folder / "config.toml").train
-    assert begun.minutes == 0.08
+    assert begun.minutes == 0.03
     assert begun.steps > 4
     assert driver.run(path) == 0
     same = change(config, name="same", train__minutes=0.0, train__steps=begun.steps)
     train.train(same, ALONE)
     assert_same_run(config, same)
     assert not list(tmp_path.glob("*.pace"))
-    train.train(change(config, train__minutes=0.16), ALONE)
+    train.train(change(config, train__minutes=0.06), ALONE)
     assert newest(config)["step"] == 2 * begun.steps
 
 
@@ -737,8 +729,7 @@ def test_data_or_processes_that_do_not_fit_are_clear_errors(data, tmp_path):
         train.check_fits(config, dataset, Processes(0, world, torch.device("cpu")))
 
 
-@pytest.mark.parametrize("damage", ["cut", "overwritten"])
-@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("split, damage", [("train", "overwritten"), ("val", "cut")])
 def test_a_token_file_that_changes_under_a_run_ends_it_in_one_line_and_a_checkpoint(
     data, tmp_path, monkeypatch, split, damage
 ):
@@ -807,17 +798,21 @@ def test_a_run_killed_before_its_first_checkpoint_was_whole_starts_again(
     assert metrics(config) == before
 
 
+def validations(monkeypatch, *losses):
+    """Make the next validations give these losses."""
+    remaining = iter(losses)
+
+    def evaluate(*arguments):
+        return {"": {"random": Loss(next(remaining), None)}}
+
+    monkeypatch.setattr(train, "evaluate", evaluate)
+
+
 def test_the_end_of_a_run_names_the_best_checkpoint_with_its_loss(
     data, tmp_path, script, monkeypatch
 ):
     config = tiny_config(data, tmp_path, steps=10)
-    losses = {5: 2.0, 10: 3.25, 15: 1.0}
-
-    def evaluate(*arguments):
-        step = store.step_of(max(store.find(config.run_folder))) + 1  # saved at 4 and 8
-        return {"": {"random": Loss(losses[5 * math.ceil(step / 5)], None)}}
-
-    monkeypatch.setattr(train, "evaluate", evaluate)
+    validations(monkeypatch, 2.0, 3.25, 1.0)
     for _ in range(2):  # also of a run that was finished already
         status, out, _ = script(train, write_config(config))
         assert status == 0
@@ -829,29 +824,10 @@ def test_the_end_of_a_run_names_the_best_checkpoint_with_its_loss(
     assert "finished 15 steps; best: step 15 (validation loss 1.0000)" in out
 
 
-def validations(monkeypatch, losses):
-    """Make validation give these losses by step."""
-
-    def evaluate(model, averages, val_data, config, procs):
-        (adamw,) = model.optimizers
-        step = int(next(iter(adamw.state.values()))["step"])
-        return {"": {"random": Loss(losses[step], None)}}
-
-    start = train.start
-
-    def start_known(*arguments):
-        state = start(*arguments)
-        object.__setattr__(state.model, "optimizers", state.optimizers)
-        return state
-
-    monkeypatch.setattr(train, "start", start_known)
-    monkeypatch.setattr(train, "evaluate", evaluate)
-
-
 def test_a_best_checkpoint_that_is_gone_makes_way_for_the_next_validation(
     data, tmp_path, script, monkeypatch
 ):
-    validations(monkeypatch, {2: 1.0, 4: 1.5, 6: 1.25, 8: 1.75, 10: 1.5})
+    validations(monkeypatch, 1.0, 1.5, 1.25, 1.75, 1.5)
     config = tiny_config(data, tmp_path, steps=8, eval__interval=2, checkpoint__keep=9)
     path = write_config(change(config, checkpoint__interval=2))
     assert script(train, path)[0] == 0
@@ -879,7 +855,7 @@ def test_the_end_of_a_run_says_how_many_steps_were_skipped(
 def test_a_validation_loss_that_is_not_finite_was_measured(
     data, tmp_path, monkeypatch, capsys
 ):
-    validations(monkeypatch, {6: math.nan})
+    validations(monkeypatch, math.nan)
     train.train(tiny_config(data, tmp_path, steps=6, eval__interval=6), ALONE)
     out = capsys.readouterr().out
     assert "finished 6 steps; no checkpoint has a finite validation loss" in out
