@@ -3,7 +3,7 @@ of them is written down.
 
     PYTHONPATH=tests python -m studies.soak --kills 10 --seed 0
 
-The long form of test_elastic.py, with the same tiny model. A run that does not end as
+The long form of tests/test_elastic.py. A run that does not end as
 the undisturbed one is written down, too, and makes the exit status 1."""
 
 import os
@@ -27,7 +27,11 @@ from helpers import (
     wait_for,
     write_config,
 )
-from jobs import (
+
+import train
+from aogpt.runtime.outputs import markdown_table, versions
+
+from .jobs import (
     Job,
     assert_same_state,
     is_open,
@@ -37,9 +41,6 @@ from jobs import (
     two_nodes,
     wait_for_moment,
 )
-
-import train
-from aogpt.runtime.outputs import markdown_table, versions
 
 STEPS = 150
 

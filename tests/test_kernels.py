@@ -1,18 +1,14 @@
 """Ragged attention against its reference: on a GPU as it is, elsewhere in Triton's
-interpreter (conftest.py), and assembled for two GPUs; and CUDA graphs."""
+interpreter (conftest.py); and CUDA graphs."""
 
 import dataclasses
 import itertools
-import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, some_slow
+from helpers import some_slow
 from reference import (
     generate,
     make_plan,
@@ -156,16 +152,6 @@ def test_ragged_attention_is_masked_attention(
     ).cpu()
     assert got.isfinite().all(), "what pads the inputs must not spoil the cache"
     assert (got[:N] - expected).abs().max() < LIMITS[dtype]
-
-
-def test_keys_are_split_where_there_are_few_rows():
-    assert attention_kernel.pick_splits(16, 1024) == 8
-    assert attention_kernel.pick_splits(512, 1024) == 1
-    assert attention_kernel.pick_splits(16, 100) == 1
-    assert attention_kernel.pick_splits(64, 8192) == 4
-    assert attention_kernel.can_attend(96, torch.bfloat16)
-    assert not attention_kernel.can_attend(192, torch.bfloat16)
-    assert not attention_kernel.can_attend(64, torch.float64)
 
 
 # ---- the engine ----------------------------------------------------------------------
@@ -389,61 +375,3 @@ def test_a_step_too_large_for_a_graph_runs_without_one(graphs, monkeypatch):
     assert torch.equal(got.tokens, eager.tokens)
     assert {key.size for key in fast_engine.batch.graphs} == {8}
     compiled.ladder.cache_clear()
-
-
-@ON_CPU
-@pytest.mark.slow(reason=INTERPRETED)
-def test_recording_is_shown_and_its_time_is_kept_apart(graphs, capsys):
-    fast_engine = Engine(small_system("AO-GPT"), compile=True)
-    fast_engine.generate(make_plan("mdm:steps=6", 3, 12), uniforms=seeded(0))
-    said = capsys.readouterr().err
-    count = len(fast_engine.batch.graphs)
-    assert f"recorded {count} CUDA graphs in " in said
-    seconds = fast_engine.batch.recording_seconds
-    assert seconds > 0
-    fast_engine.generate(make_plan("mdm:steps=6", 3, 12), uniforms=seeded(0))
-    assert fast_engine.batch.recording_seconds == seconds
-    assert not capsys.readouterr().err
-
-
-# ---- assembled -----------------------------------------------------------------------
-
-
-def test_the_table_of_registers_is_of_its_rows_and_none_spills():
-    file = ROOT / "results" / "gpu" / "kernels.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert {row["gpu"] for row in rows} == {"sm_90", "sm_80"}
-    assert len(rows) == 2 * 11
-    assert all(row["spilled_bytes"] == 0 for row in rows)
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "assemble.py", "table", file],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout in (ROOT / "results" / "gpu" / "kernels.md").read_text()
-
-
-@pytest.mark.slow(reason="assembles eleven kernels")
-@pytest.mark.parametrize("gpu", [90, 80])
-def test_kernels_assemble_without_spilled_registers(gpu, tmp_path):
-    """Without a GPU; the registers of each are printed. 90: an H100, 80: an A100."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
-    environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "assemble.py", str(gpu)],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    for row in rows:
-        print(row)
-    assert len(rows) == 11
-    for row in rows:
-        assert row["bytes"] > 1000
-        assert row["registers"] <= 255
-        assert row["spilled_bytes"] == 0, row

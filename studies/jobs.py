@@ -1,5 +1,5 @@
-"""Jobs of torchrun that are killed, stopped and started again, for test_elastic.py and
-soak.py."""
+"""Jobs of torchrun that are killed, stopped and started again, for soak.py and
+tests/test_elastic.py."""
 
 import contextlib
 import os

@@ -1,8 +1,8 @@
 """Assemble every Triton kernel for a GPU that need not be here, and print a line of
 JSON each; or make a table of such lines:
 
-python tests/assemble.py 90 >> kernels.jsonl
-python tests/assemble.py table kernels.jsonl
+python -m studies.assemble 90 >> kernels.jsonl
+python -m studies.assemble table kernels.jsonl
 
 ptxas and cuobjdump are those of Triton's wheel. spilled_bytes: what a thread keeps in
 memory because the registers do not suffice."""
@@ -20,6 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from aogpt.runtime.command_line import show
 from aogpt.runtime.outputs import markdown_table
 from aogpt.sampling import attention_kernel
 
@@ -72,7 +73,7 @@ def assemble(
         "spilled_bytes": int(re.search(r"STACK:(\d+)", usage).group(1)),
         "shared_bytes": kernel_binary.metadata.shared,
     }
-    print(json.dumps(row), flush=True)
+    show(json.dumps(row))
 
 
 def assemble_attention(gpu: int) -> None:
@@ -165,7 +166,7 @@ if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
     if sys.argv[1] == "table":
         lines = Path(sys.argv[2]).read_text().splitlines()
-        print("\n".join(table([json.loads(line) for line in lines])))
+        show("\n".join(table([json.loads(line) for line in lines])))
         sys.exit()
     target = int(sys.argv[1])
     assemble_attention(target)
