@@ -4,6 +4,7 @@ whatever is cut, damaged, foreign or hostile is refused."""
 import contextlib
 import errno
 import json
+import multiprocessing
 import os
 import pickle
 import random
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import zipfile
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -164,10 +166,6 @@ def test_only_own_leftovers_are_removed(tmp_path):
     assert left == {*theirs, ".dir.tmp", "checkpoints"}
 
 
-def truncate(path, share):
-    os.truncate(path, int(path.stat().st_size * share))
-
-
 def change_state(path, **changes):
     """Another state.json with a checksum that fits."""
     contents = json.loads((path / "state.json").read_text()) | changes
@@ -313,11 +311,10 @@ def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(
         assert target.exists()
 
 
-@pytest.mark.parametrize("name", [".metadata", "state.pt", "model.pt"])
-def test_a_pickle_within_a_checkpoint_is_not_read(tmp_path, name):
+def test_a_pickle_within_a_checkpoint_is_not_read(tmp_path):
     """torch.distributed.checkpoint keeps a pickle .metadata in its own format."""
     path = save(tmp_path, 1)
-    (path / name).write_bytes(pickle.dumps(Hostile(tmp_path / "touched")))
+    (path / ".metadata").write_bytes(pickle.dumps(Hostile(tmp_path / "touched")))
     assert load(tmp_path).path == str(path)
     assert not (tmp_path / "touched").exists()
 
@@ -380,9 +377,15 @@ def test_a_folder_of_an_earlier_versions_hub_option_loads(tmp_path):
         assert torch.equal(p, stored[f"model.{name}"].float()), name
     settings = json.loads((folder / "config.json").read_text())
     settings["aogpt"]["step"] = 4
-    (folder / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(CheckpointError, match="config.json is damaged"):
-        load(folder)
+    for contents, words in (
+        (settings, "config.json is damaged"),
+        ({"model_type": "aogpt"}, str(folder)),
+        ({"model_type": "aogpt", "aogpt": 5}, str(folder)),
+        ({"model_type": "aogpt", "aogpt": {}}, str(folder)),
+    ):
+        (folder / "config.json").write_text(json.dumps(contents))
+        with pytest.raises(CheckpointError, match=words):
+            load(folder)
 
 
 def test_a_vocabulary_of_the_users_travels_through_a_repository(tmp_path, monkeypatch):
@@ -441,18 +444,6 @@ def test_checkpoint_is_the_last_the_best_or_a_step(tmp_path):
         load(tmp_path, checkpoint="best")
 
 
-def test_a_checkpoint_that_stays_damaged_is_told_without_advice_to_move_a_folder(
-    tmp_path,
-):
-    """A reader does not know whether a job owns it."""
-    flip_byte(save(tmp_path, 1) / "ema.safetensors", 200)
-    with pytest.raises(
-        CheckpointError, match="none of the 1 .*checksum of ema"
-    ) as error:
-        load(tmp_path)
-    assert "move" not in str(error.value)
-
-
 def test_an_error_of_a_full_disk_names_the_file(tmp_path):
     def fail(file):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -463,14 +454,15 @@ def test_an_error_of_a_full_disk_names_the_file(tmp_path):
 
 def test_what_a_killed_convert_left_is_removed_by_the_next(tmp_path):
     save(tmp_path / "run", 1)
-    script = (
-        "import os, convert; convert.write_json = lambda *a: os.kill(os.getpid(), 9)\n"
-    )
-    run = str(tmp_path / "run")
-    target = str(tmp_path / "to")
-    script += f"convert.convert({run!r}, convert.Path({target!r}))"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT)
-    assert done.returncode == -9
+
+    def convert_and_die():
+        with mock.patch("convert.write_json", lambda *_: os.kill(os.getpid(), 9)):
+            convert(str(tmp_path / "run"), tmp_path / "to")
+
+    process = multiprocessing.get_context("fork").Process(target=convert_and_die)
+    process.start()
+    process.join()
+    assert process.exitcode == -9
     assert len(list(tmp_path.iterdir())) == 2
     convert(str(tmp_path / "run"), tmp_path / "to")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "to"]
@@ -497,7 +489,7 @@ def test_a_reader_of_a_run_that_replaces_its_only_checkpoint_gets_a_whole_one(
             for checkpoint in ("last", "best"):
                 steps = []
                 # a busy machine may hold the writer
-                while len(steps) < 30 or len(set(steps)) < 6:
+                while len(steps) < 12 or len(set(steps)) < 4:
                     assert writer.poll() is None
                     loaded = load(tmp_path, checkpoint=checkpoint)
                     steps.append(loaded.step)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from helpers import ALONE, make_data, prepared, run_main, run_script, tiny_config
+from helpers import prepared, run_main, run_script
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import random_tokens
@@ -241,23 +241,15 @@ def test_weights_of_one_file_or_many_are_the_same(llama, tmp_path):
         ({"hidden_act": "gelu"}, "activation gelu"),
         ({"no_rope_layers": [1, 0]}, "no_rope_layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"num_hidden_layers": "3"}, "num_hidden_layers"),
         ({"vocab_size": 200}, "wte.weight is"),
-        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'"),
         ({"rope_theta": math.inf, "rope_parameters": None}, "rope_theta is inf"),
-        ({"rope_theta": "abc", "rope_parameters": None}, "rope_theta is 'abc'"),
-        ({"rope_parameters": {"rope_theta": True}}, "rope_theta is True"),
         ({"rope_parameters": [1]}, "rope_parameters is"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
             "rotary positions for each kind of layer",
         ),
-        ({"rope_scaling": "linear"}, "rope_scaling is"),
-        ({"layer_types": 5}, "layer_types is 5"),
         ({"layer_types": ["sliding_attention"]}, "sliding window"),
         ({"head_dim": 1.5}, "head_dim is 1.5"),
-        ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0"),
-        ({"architectures": [5]}, "architecture is 5"),
     ],
 )
 def test_what_the_model_has_no_part_for_is_refused_by_name(
@@ -280,7 +272,6 @@ K_PROJ = "model.layers.0.self_attn.k_proj.weight"
     "changes, words",
     [
         ({Q_PROJ: torch.zeros(24, 23)}, "k_proj.weight is"),
-        ({Q_PROJ: torch.tensor(1.0)}, "q_proj.weight is"),
         ({Q_PROJ: torch.zeros(20, 24)}, "q_proj.weight has 20 rows, not 24"),
         ({Q_PROJ: torch.zeros(24, 24, dtype=torch.float8_e4m3fn)}, "quantised"),
         # as many rows in all as queries, keys and values have together
@@ -304,13 +295,10 @@ def test_odd_tensors_are_refused_by_name(llama, tmp_path, changes, words):
 @pytest.mark.parametrize(
     "index, words",
     [
-        ({"weight_map": ["model.safetensors"]}, "weight_map is"),
         ({"weight_map": {"x": 5}}, "is 5"),
         ({"weight_map": {"x": "../model.safetensors"}}, "without a path"),
         ({"weight_map": {"x": "fifo"}}, "fifo is not a regular file"),
         ({"weight_map": {"x": "part.safetensors"}}, "disagree"),
-        ({"weight_map": {"x": "gone.safetensors"}}, "gone.safetensors"),
-        ([], "it is"),
         ({}, "it lacks weight_map"),
     ],
 )
@@ -357,7 +345,6 @@ def test_a_sliding_window_bounds_the_block(tmp_path):
         without_window = wide.logits(tokens, torch.arange(24)[None])
     assert (logits - expected[:, :16]).abs().max() < 1e-4
     assert (without_window - expected)[:, 17:].abs().max() > 0.1
-    assert load(tmp_path, block_size=16).model.config.block_size == 16
     with pytest.raises(CheckpointError, match="sliding window of 16 tokens"):
         load(tmp_path, block_size=17)
     convert(str(tmp_path), tmp_path / "export")
@@ -476,17 +463,6 @@ def tokenizer_files(tmp_path_factory):
 TOKENIZERS: dict = {}
 
 
-def test_hints_carry_the_pretrained_folder(llama, tmp_path):
-    folder = llama[1]
-    config = tiny_config(make_data(tmp_path), tmp_path, train__init_from=str(folder))
-    with pytest.raises(UserError) as raised:
-        train.train(config, ALONE)
-    file = folder / "tokenizer.json"
-    assert f"prepare the data with its tokenizer (--tokenizer {file})" in str(
-        raised.value
-    )
-
-
 def test_a_decoder_is_trained_scored_and_sampled(llama, tmp_path, monkeypatch, capsys):
     """From a folder of transformers to an any-order model, with a rate of 0: the
     left-to-right loss stays that of the folder."""
@@ -564,14 +540,6 @@ def test_which_tokens_a_run_and_its_source_are_scored_on_is_said(
     assert of_run == pytest.approx(first_loss, rel=1e-5)
     assert (of_run == pytest.approx(of_source, rel=1e-5)) == has_start
     assert loss(run, folder) == pytest.approx([of_source, of_source], rel=1e-5)
-
-
-def test_convert_counts_the_parameters_that_it_writes(llama, tmp_path, capsys):
-    theirs, folder = llama
-    convert(str(folder), tmp_path / "x")
-    count = sum(p.numel() for p in theirs.parameters()) + 24  # [None]
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert f"model.safetensors ({count:,} parameters)" in line
 
 
 def write_gpt2(folder: Path) -> None:

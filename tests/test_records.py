@@ -4,7 +4,6 @@ import collections
 import itertools
 import json
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from helpers import (
     read_lines,
     run_main,
     tiny_config,
-    torchrun,
     write_config,
     write_rows,
 )
@@ -27,7 +25,6 @@ import convert
 import eval_ppl
 import sample
 import train
-from aogpt import __main__ as commands
 from aogpt.checkpoints import Loaded, load
 from aogpt.data.loader import TokenDataset, load_meta
 from aogpt.data.prompts import END_GIVEN, PADDING, PREDICTED
@@ -113,35 +110,15 @@ def test_a_gpt_sums_to_one_with_what_does_not_end():
     assert total == pytest.approx(1, abs=1e-9)
 
 
-def test_the_bound_of_an_encoder_is_below_its_probabilities():
-    """exp(-ELBO), by enumeration of all masks, sums to less than 1."""
-    text = of_records("RADD")
-    model = text.model
-    total = 0.0
-    for string in STRINGS:
-        n = len(string)
-        tokens = torch.tensor([[*map("ab".index, string), AB.token]])
-        nats = -AB.log_prob(n)
-        for size in range(1, n + 1):
-            sets = list(itertools.combinations(range(n), size))
-            for masked_positions in sets:
-                masked = torch.zeros(1, n + 1, dtype=torch.bool)
-                masked[0, list(masked_positions)] = True
-                nll = model(tokens, masked).sum().item()
-                nats += nll / size / len(sets)
-        total += math.exp(-nats)
-    assert 0.3 < total < 1
-
-
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", [*DECODERS, "RADD", "SEDD"])
 def test_samples_of_records_have_their_probabilities(system):
     text = of_records(system)
-    samples = text.generate([""], num_samples=3000, temperature=1.0, mode="l2r")
+    samples = text.generate([""], num_samples=1500, temperature=1.0, mode="l2r")
     counts = collections.Counter(one.text for one in samples)
     assert counts.keys() <= set(STRINGS)
     scores = text.score(STRINGS, end=True)
-    expected = torch.tensor([3000 * math.exp(-one.nats) for one in scores])
-    expected = expected.double() * (3000 / expected.double().sum())
+    expected = torch.tensor([1500 * math.exp(-one.nats) for one in scores])
+    expected = expected.double() * (1500 / expected.double().sum())
     observed = torch.tensor([counts[string] for string in STRINGS])
     assert chi_square_p(observed, expected) > LEVEL
 
@@ -197,8 +174,6 @@ def test_the_text_api_knows_the_end_of_a_record(system):
     (pairs,) = text.pairs(["abb"], 2, 0)
     assert sum(map(sum, pairs.table)) == pytest.approx(1)
     assert {one.text for one in pairs.first} == set("ab")
-    (scored,) = text.score(["ab"], torch.tensor([1, 0]))
-    assert None not in scored.log_probs
     for call, words in (
         (lambda: text.score(["abab"]), "4 tokens, more than a record of this model, 3"),
         (lambda: text.score(["a<|endoftext|>b"]), "a record of this model has one end"),
@@ -295,7 +270,9 @@ def test_losses_at_ids_that_are_excluded_are_no_nan():
 def run(tmp_path_factory):
     """A run on records whose end is given, and its data."""
     folder = tmp_path_factory.mktemp("records")
-    config = config_of(data_of(folder), folder, steps=150)
+    config = config_of(
+        data_of(folder), folder, steps=120, eval__interval=120, checkpoint__interval=120
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["train", str(write_config(config))])
         train.main()
@@ -325,22 +302,12 @@ def test_of_a_thousand_samples_in_random_order_each_ends_once(
     assert words > 500  # it has learned something
 
     def draw(*options):
-        run_main(
-            sample,
-            monkeypatch,
-            capsys,
-            run.run_folder,
-            "--overwrite",
-            "--jsonl",
-            file,
-            *options,
-        )
+        options = ["--overwrite", "--jsonl", file, *options]
+        run_main(sample, monkeypatch, capsys, run.run_folder, *options)
         return read_lines(file)
 
-    assert {row["length"] for row in draw("--length", 6)} == {6}
     for row in draw("--prompt", "bc", "--mode", "confidence", "--num-samples", 20):
         assert row["text"].startswith("bc")
-        assert row["prompt_index"] == 0
         assert row["step"][:2] == [-1, -1]
     for row in draw("--prompt", "bc", "--length", 4):
         assert row["length"] == 4
@@ -351,7 +318,6 @@ def test_of_a_thousand_samples_in_random_order_each_ends_once(
     for options, words in (
         (["--until-end"], "--until-end: this run knows the end"),
         (["--length", 16], "at most 15"),
-        (["--prompt", "a" * 16], "at most 15"),
         (["--prompt", "[MASK:16]"], "exceed"),
         (["--prompts", run.data.folder, "--length", 4], "leave out the length"),
     ):
@@ -369,14 +335,6 @@ def test_an_export_knows_the_end_of_records(run, tmp_path):
     assert [one.text for one in text.generate([""], num_samples=4)] == [
         one.text for one in ours.generate([""], num_samples=4)
     ]
-
-
-def test_the_command_generates_whole_records(run, monkeypatch, capsys):
-    words = ["generate", run.run_folder, "b", "--num-samples", 9, "--json"]
-    shown = run_main(commands, monkeypatch, capsys, *words)
-    samples = [json.loads(line) for line in shown.splitlines()]
-    assert len({len(row["tokens"]) for row in samples}) > 1
-    assert all(row["text"].startswith("b") for row in samples)
 
 
 def test_validation_and_perplexity_are_of_the_same_tokens(
@@ -400,7 +358,7 @@ def test_validation_and_perplexity_are_of_the_same_tokens(
     assert row["nll"] == pytest.approx(nats / sum(lengths), rel=1e-4)
     whole = sum(one.nats for one in model.score(texts, end=True))
     assert row["nats_per_record"] == pytest.approx(whole / len(texts), rel=1e-4)
-    final = metrics(run, "val_loss_l2r")[150]
+    final = metrics(run, "val_loss_l2r")[120]
     assert final == pytest.approx(row["nll"], rel=1e-4)
 
 
@@ -419,7 +377,7 @@ def test_a_set_to_score_takes_the_lengths_of_the_model(
     assert row["nats_per_record"] == pytest.approx(mean, rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["encoder", "mask_query", "two_stream"])
+@pytest.mark.parametrize("kind", ["encoder", "two_stream"])
 def test_other_systems_train_and_sample(kind, tmp_path, monkeypatch, capsys):
     config = config_of(data_of(tmp_path), tmp_path, steps=6)
     if kind == "encoder":
@@ -428,16 +386,8 @@ def test_other_systems_train_and_sample(kind, tmp_path, monkeypatch, capsys):
         config = change(config, model__target=kind)
     run_main(train, monkeypatch, capsys, write_config(config))
     assert metrics(config, "val_loss_random")[6] < 10
-    run_main(
-        sample,
-        monkeypatch,
-        capsys,
-        config.run_folder,
-        "--mode",
-        "confidence",
-        "--num-samples",
-        5,
-    )
+    words = ["--mode", "confidence", "--num-samples", 5]
+    run_main(sample, monkeypatch, capsys, config.run_folder, *words)
 
 
 def test_what_does_not_fit_is_one_line(run, tmp_path, monkeypatch, capsys):
@@ -450,7 +400,7 @@ def test_what_does_not_fit_is_one_line(run, tmp_path, monkeypatch, capsys):
     config = config_of(text, tmp_path, "text")
     with pytest.raises(UserError, match="has no lengths of records that end"):
         run_main(train, monkeypatch, capsys, write_config(config))
-    changed = change(run, data__end="predicted", train__steps=160)
+    changed = change(run, data__end="predicted", train__steps=130)
     with pytest.raises(UserError, match=r"data.end = 'given', but now"):
         run_main(train, monkeypatch, capsys, write_config(changed))
     write_config(run)
@@ -470,29 +420,3 @@ def test_records_that_fill_their_block_have_roles_where_the_end_is_given(tmp_pat
     assert not dataset.of_records
     dataset.give_end()
     assert dataset.roles(range(2)).tolist() == [[PREDICTED] * 6 + [END_GIVEN]] * 2
-
-
-@pytest.mark.slow(reason="starts two processes")
-def test_two_processes_train_and_sample_records_as_one(run, tmp_path):
-    losses = []
-    for processes in (1, 2):
-        config = replace(run, out=str(tmp_path), name=f"of_{processes}")
-        config = change(config, train__steps=6)
-        torchrun(processes, "train.py", write_config(config))
-        losses.append(metrics(config, "loss"))
-        losses.append(metrics(config, "val_loss_random"))
-    assert losses[0] == pytest.approx(losses[2], rel=1e-4)
-    assert losses[1] == pytest.approx(losses[3], rel=1e-4)
-    for processes, name in ((1, "one"), (2, "two")):
-        torchrun(
-            processes,
-            "sample.py",
-            run.run_folder,
-            "--num-samples",
-            9,
-            "--jsonl",
-            tmp_path / f"{name}.jsonl",
-        )
-    assert [row["tokens"] for row in read_lines(tmp_path / "one.jsonl")] == [
-        row["tokens"] for row in read_lines(tmp_path / "two.jsonl")
-    ]

@@ -196,32 +196,26 @@ def released(tmp_path):
     return tmp_path / "released.pt"
 
 
-@pytest.mark.parametrize("weights", ["ema", "raw"])
-@pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("prefix", ["", "module._orig_mod."])
 @pytest.mark.parametrize("layout", PT_LAYOUTS)
 def test_a_released_decoder_gives_the_probabilities_of_its_formulas(
-    released, layout, prefix, weights
+    released, layout, prefix
 ):
     contents, raw, average = container(layout, prefix)
     if prefix:  # the average follows the order of the parameters, not that of the file
         contents["model"] = dict(reversed(contents["model"].items()))
     torch.save(contents, released)
-    loaded = load(released) if weights == "ema" else load(released, weights="raw")
-    assert (loaded.weights, loaded.step, loaded.scored_from) == (weights, 1234, 0)
-    assert loaded.tokenizer == "gpt2"
-    assert loaded.vocab_size == VOCAB
-    assert loaded.path == str(released)
-    assert not loaded.model.training
     tokens = random_tokens(VOCAB, 2, BLOCK, seed=0)
     order = torch.cat([random_orders(1, BLOCK, seed=0), torch.arange(BLOCK)[None]])
-    expected = {
-        name: log_probs(model.config, plain(model), tokens, order)
-        for name, model in (("ema", average), ("raw", raw))
-    }
-    got = token_log_probs(loaded.model.double(), tokens, order)
-    # float64 rounding only: the weights themselves are the file's, exactly
-    assert (got - expected[weights]).abs().max() < 1e-9
-    assert (expected["ema"] - expected["raw"]).abs().max() > 0.1
+    for weights, model in (("ema", average), ("raw", raw)):
+        loaded = load(released, weights=weights)
+        assert (loaded.weights, loaded.step, loaded.scored_from) == (weights, 1234, 0)
+        assert (loaded.tokenizer, loaded.vocab_size) == ("gpt2", VOCAB)
+        assert not loaded.model.training
+        expected = log_probs(model.config, plain(model), tokens, order)
+        got = token_log_probs(loaded.model.double(), tokens, order)
+        # float64 rounding only: the weights themselves are the file's, exactly
+        assert (got - expected).abs().max() < 1e-9
 
 
 def test_without_an_average_the_last_weights_are_used_and_reported(released):
@@ -255,11 +249,10 @@ def test_a_folder_with_one_pt_file_is_that_file_and_with_two_an_error_that_names
         load(tmp_path)
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
-def test_two_names_that_are_one_without_their_prefix_are_refused(released, prefix):
+def test_two_names_that_are_one_without_their_prefix_are_refused(released):
     contents, _, _ = container()
     table = contents["model"]["transformer.wte.weight"]
-    contents["model"][f"{prefix}transformer.wte.weight"] = 2 * table
+    contents["model"]["_orig_mod.transformer.wte.weight"] = 2 * table
     torch.save(contents, released)
     words = "two tensors of the name transformer.wte.weight"
     with pytest.raises(CheckpointError, match=words):
@@ -396,10 +389,8 @@ def test_a_folder_with_an_unrelated_config_is_an_error(tmp_path):
     state = diffusion("RADD")[1]
     folder = write_folder(tmp_path / "other", {"tokens": TOKENS}, state)
     refused(folder, "named as in RADD", "config.json", "it lacks n_blocks")
-    for text, words in (("[1]", "it is [1], but"), ("{not json", "is not JSON")):
-        (folder / "config.json").write_text(text)
-        this = "this " if "{" in text else ""
-        refused(folder, f"config.json: {this}{words}")
+    (folder / "config.json").write_text("{not json")
+    refused(folder, "config.json: this is not JSON")
     (folder / "config.json").unlink()
     refused(folder, "config.json beside it", "it lacks tokens")
 
@@ -432,15 +423,14 @@ def test_no_flipped_byte_of_a_file_of_weights_goes_unnoticed_unless_it_changes_n
     assert noticed == 40 if kind == "export" else noticed > 20
 
 
-@pytest.mark.parametrize("share", [0, 0.5, 0.999])
 @pytest.mark.parametrize(
-    "file", ["model.safetensors", "pytorch_model.bin", "released.pt"]
+    "file, share",
+    [("model.safetensors", 0.999), ("pytorch_model.bin", 0.5), ("released.pt", 0)],
 )
 def test_truncated_files_are_an_error_that_names_them(tmp_path, file, share):
     path = tmp_path / file
-    if file == "released.pt":
-        torch.save(container()[0], path)
-    else:
+    torch.save(container()[0], path)
+    if file != "released.pt":
         write_diffusion(tmp_path, "RADD", file)
     os.truncate(path, int(path.stat().st_size * share))
     refused(path, "cannot be read", "supported are")
@@ -456,42 +446,29 @@ WRONG = {  # changes the contents of an AO-GPT -> what the message says
         lambda c: [
             c["model"].pop(f"transformer.h.1.attn.{name}_norm.weight") for name in "qk"
         ],
-        ["it lacks blocks.1.attn.k_norm.weight, blocks.1.attn.q_norm.weight"],
+        "it lacks blocks.1.attn.k_norm.weight, blocks.1.attn.q_norm.weight",
     ),
     "an unknown tensor": (
         lambda c: c["model"].update({"transformer.h.0.attn.gate": torch.zeros(2)}),
-        ["the model has no place for transformer.h.0.attn.gate"],
+        "the model has no place for transformer.h.0.attn.gate",
     ),
     "a wrong shape": (
         head_bias(torch.zeros(VOCAB + 1)),
-        ["head.bias is (38,) of torch.float32 in the file, (37,)"],
+        "head.bias is (38,) of torch.float32 in the file, (37,)",
     ),
-    "heads that do not divide": (
-        lambda c: c["model_args"].update(n_head=5),
-        ["n_head"],
-    ),
-    "no model_args": (lambda c: c.pop("model_args"), ["it lacks vocab_size"]),
+    "no model_args": (lambda c: c.pop("model_args"), "it lacks vocab_size"),
     "integers": (
         head_bias(torch.zeros(VOCAB, dtype=torch.long)),
-        ["head.bias is (37,) of torch.int64"],
+        "head.bias is (37,) of torch.int64",
     ),
-    "NaN": (head_bias(torch.full((VOCAB,), math.nan)), ["numbers that are not finite"]),
-    "no tensor": (head_bias([0.0]), ["lm_head.bias is list"]),
+    "NaN": (head_bias(torch.full((VOCAB,), math.nan)), "numbers that are not finite"),
     "an average that lacks a tensor": (
         lambda c: c["ema_model"]["shadow_params"].pop(),
-        ["lacks shadow_params, a list of 37 tensors"],
+        "lacks shadow_params, a list of 37 tensors",
     ),
     "a head of its own": (
         lambda c: c["model"].update({"lm_head.weight": torch.ones(VOCAB, WIDTH)}),
-        ["lm_head.weight and transformer.wte.weight differ"],
-    ),
-    "no start": (
-        lambda c: c["model"].pop("transformer.wnonee.weight"),
-        ["it lacks start"],
-    ),
-    "an average of another kind": (
-        lambda c: c.update(ema_model={}),
-        ["lacks shadow_params"],
+        "lm_head.weight and transformer.wte.weight differ",
     ),
 }
 
@@ -505,7 +482,7 @@ def test_wrong_contents_are_named(released, mistake_name):
     change(contents)
     torch.save(contents, released)
     weights = "ema" if "average" in mistake_name else "raw"
-    refused(released, *words, "supported are", weights=weights)
+    refused(released, words, "supported are", weights=weights)
 
 
 def test_settings_that_the_model_has_no_place_for_are_refused(gpt2, tmp_path):
@@ -635,13 +612,9 @@ def test_convert_as_a_process_and_samples_of_the_export(run, tmp_path, script):
     assert str(export) in done.stdout
     names = sorted(path.name for path in export.iterdir())
     assert names == ["config.json", "model.safetensors"]
-    assert list(export.parent.iterdir()) == [export]
     settings = json.loads((export / "config.json").read_text())
     assert settings["source"] == str(run)
-    assert settings["model"]["n_embd"] == 8
-    assert settings["weights"] == "raw"
-    assert settings["step"] == 5
-    assert settings["tokenizer"] == "bytes"
+    assert (settings["weights"], settings["step"]) == ("raw", 5)
     same_weights(load_model(export), load_model(run, "raw"))
     samples = []
     for path in (export, run):
@@ -770,20 +743,3 @@ def test_a_best_that_cannot_be_named_leaves_the_new_checkpoint_whole(
     assert "warning: could not write" in (err := capsys.readouterr().err)
     assert "best" in err
     assert store.read_values(path) == values
-
-
-def test_a_folder_of_an_earlier_hub_export_loads_or_is_refused_in_a_line(run, tmp_path):
-    export = tmp_path / "export"
-    hub = tmp_path / "hub"
-    hub.mkdir()
-    convert(str(run), export)
-    settings = json.loads((export / "config.json").read_text())
-    tensors = safetensors.torch.load_file(export / "model.safetensors")
-    named = {f"model.{name}": tensor for name, tensor in tensors.items()}
-    safetensors.torch.save_file(named, hub / "model.safetensors")
-    write = (hub / "config.json").write_text
-    write(json.dumps({"model_type": "aogpt", "aogpt": settings}))
-    same_weights(load_model(hub), load_model(export))
-    for contents in ({}, {"aogpt": 5}, {"aogpt": {}}):
-        write(json.dumps({"model_type": "aogpt", **contents}))
-        refused(hub)
