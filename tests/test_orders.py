@@ -57,7 +57,7 @@ def test_every_kind_is_tested_here():
     assert not untested, f"add {untested} to DRAWN_PER_ROW, or to KINDS alone"
 
 
-@pytest.mark.parametrize("length", [1, 2, 7, 64])
+@pytest.mark.parametrize("length", [1, 7, 64])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_row_is_a_permutation_and_its_inverse_tells_the_step_of_each_position(
     kind, length
@@ -80,7 +80,7 @@ def test_every_row_is_a_permutation_and_its_inverse_tells_the_step_of_each_posit
         assert torch.equal(order, identity.flip(1))
 
 
-@pytest.mark.parametrize("length", [4, 7, 8, 33])  # philox draws four numbers at once
+@pytest.mark.parametrize("length", [4, 7, 33])  # philox draws four numbers at once
 @pytest.mark.parametrize("kind", [*KINDS, "file"])
 def test_a_row_does_not_depend_on_the_rows_drawn_with_it(kind, length, tmp_path):
     file = tmp_path / "orders.npy"
@@ -404,9 +404,3 @@ def test_orders_are_what_their_option_says(kind):
         same = parse_order(config.option, "--order")
         rows = orders_at(config, seed=1, step=0, rows=range(8), length=12)
         assert torch.equal(rows, orders_at(same, 1, 0, range(8), 12))
-
-
-def test_an_order_is_named_on_the_command_line_with_its_settings():
-    assert parse_order("random", "--order") == OrderConfig("random")
-    expected = OrderConfig("fixed_blockwise", block=4, seed=1)
-    assert parse_order("fixed_blockwise:block=4,seed=1", "--order") == expected
