@@ -23,7 +23,7 @@ bias in M:
 
 B sequences, T positions, M members, S ensemble sizes."""
 
-from typing import NamedTuple
+import math
 
 import torch
 from torch import Tensor
@@ -33,47 +33,30 @@ from ..orders import OrderConfig, Roles, orders_at
 from ..runtime.randomness import ENSEMBLES, philox_bits, to_uniform
 from ..scoring import token_log_probs
 
-# What the fields of a RandomStream hold.
 MAX_DRAWS = 2**24
 MAX_MEMBERS = 2**16
-CONTEXTS = 1  # the use of random numbers by `cheap_gains`
 
 
-class RandomStream(NamedTuple):
-    """A part of the random numbers of the stream ENSEMBLES of a seed; no two parts
-    overlap."""
+def index_of(draw: int, member: int = 0) -> int:
+    """Return the index in `philox_bits` of the random numbers of a Monte Carlo sample
+    and a member of its ensemble; 0 has the original order."""
+    return draw + MAX_DRAWS + (member << 48)
 
-    draw: int  # number of the Monte Carlo sample, below MAX_DRAWS
-    use: int  # CONTEXTS, below 2**24
-    member: int = 0  # of the ensemble, below MAX_MEMBERS; 0 has the original order
 
-    @property
-    def index(self) -> int:
-        """Return the index of this part in `philox_bits`."""
-        use = self.use << 24
-        member = self.member << 48
-        return self.draw + use + member
-
-    def uniform(self, seed: int, rows: range, width: int) -> Tensor:
-        """Return uniform numbers in [0, 1), float64 (len(rows), width)."""
-        bits = philox_bits(seed, self.index, rows, width, ENSEMBLES)
-        uniforms = to_uniform(bits)
-        return torch.from_numpy(uniforms)
+def uniforms(seed: int, index: int, rows: range, width: int) -> Tensor:
+    """Return uniform numbers in [0, 1), float64 (len(rows), width)."""
+    bits = philox_bits(seed, index, rows, width, ENSEMBLES)
+    return torch.from_numpy(to_uniform(bits))
 
 
 def permute_context(
-    order: Tensor,
-    known: Tensor | int,
-    seed: int,
-    stream: RandomStream,
-    rows: range,
-    prompt: Tensor | int = 0,
+    order: Tensor, known: Tensor | int, keys: Tensor, prompt: Tensor | int = 0
 ) -> Tensor:
     """Return the orders (B, T) with their first `known` (B, 1) positions in a uniformly
-    random order, except those of the prompt (B, 1), which stays first and as it is."""
+    random order, except those of the prompt (B, 1), which stays first and as it is.
+    keys: uniform numbers in [0, 1), (B, T)."""
     T = order.shape[1]
     steps = torch.arange(T)
-    keys = stream.uniform(seed, rows, width=T)
     # The steps that are not known have keys above every random one, and rising.
     above = 1.0 + steps
     keys = torch.where(steps < known, keys, above)
@@ -81,21 +64,6 @@ def permute_context(
     keys = torch.where(steps < prompt, below, keys)
     permutation = keys.argsort(dim=1, stable=True)
     return order.gather(1, permutation)
-
-
-def ensemble_log_probs(log_probs: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Return the log of the mean probability of the first m members for m in sizes,
-    (S, ...), from those of all members, (M, ...)."""
-    log_sums = []
-    for size in sizes:
-        members = log_probs[:size]
-        log_sums.append(members.logsumexp(dim=0))
-    log_sums = torch.stack(log_sums)
-    counts = torch.tensor(sizes, dtype=log_sums.dtype, device=log_sums.device)
-    log_counts = counts.log()
-    while log_counts.dim() < log_sums.dim():
-        log_counts = log_counts.unsqueeze(-1)
-    return log_sums - log_counts
 
 
 def cheap_gains(
@@ -118,9 +86,9 @@ def cheap_gains(
     B = len(rows)
     T = tokens.shape[1]
     M = max(sizes)
-    stream = RandomStream(draw, CONTEXTS)
+    index = index_of(draw)
     order = orders_at(
-        OrderConfig("random"), seed, stream.index, rows, length=T, stream=ENSEMBLES
+        OrderConfig("random"), seed, index, rows, length=T, stream=ENSEMBLES
     )
     prompt = torch.zeros(B, 1, dtype=torch.long)
     end = prompt + T
@@ -129,42 +97,32 @@ def cheap_gains(
         prompt = roles.given.sum(dim=1, keepdim=True)
         end = roles.lengths[:, None]
     # A uniform order leaves the first of its T + 1 columns of random numbers unused.
-    uniforms = stream.uniform(seed, rows, width=T + 1)
-    share = uniforms[:, :1]
-    number_scored = end - prompt
-    known = prompt + (share * number_scored).long()  # (B, 1)
+    share = uniforms(seed, index, rows, width=T + 1)[:, :1]
+    known = prompt + (share * (end - prompt)).long()  # (B, 1)
     orders = [order]
     for member in range(1, M):
-        permuted = permute_context(
-            order,
-            known,
-            seed,
-            stream=RandomStream(draw, CONTEXTS, member),
-            rows=rows,
-            prompt=prompt,
-        )
-        orders.append(permuted)
+        keys = uniforms(seed, index_of(draw, member), rows, width=T)
+        orders.append(permute_context(order, known, keys, prompt))
 
     # All members of all sequences are M B independent contexts.
     contexts = torch.cat(orders)
-    lengths = known.expand(B, T).repeat(M, 1)
-    sequences = torch.arange(B).repeat(M)
     log_probs = []
-    for start in range(0, M * B, batch_size):
-        batch = slice(start, start + batch_size)
-        sequence = sequences[batch].to(tokens.device)
+    for batch in torch.arange(M * B).split(batch_size):
+        sequence = batch % B
         log_prob = token_log_probs(
             model,
-            tokens[sequence],
+            tokens[sequence.to(tokens.device)],
             contexts[batch].to(tokens.device),
-            lengths[batch].to(tokens.device),
+            known[sequence].expand(-1, T).to(tokens.device),
         )
         log_probs.append(log_prob.double().cpu())
     log_probs = torch.cat(log_probs).view(M, B, T)
 
-    means = torch.stack([log_probs[:size].mean(dim=0) for size in sizes])
-    gaps = means - ensemble_log_probs(log_probs, sizes)  # 0 at the steps that are known
+    gaps = []  # 0 at the steps that are known
+    for size in sizes:
+        members = log_probs[:size]
+        log_mean = members.logsumexp(dim=0) - math.log(size)
+        gaps.append(members.mean(dim=0) - log_mean)
     is_text = torch.arange(T) < end  # steps of padding come last
-    gaps = gaps * is_text
-    number_predicted = end - known
-    return gaps.sum(dim=2).T / number_predicted
+    gains = torch.stack(gaps) * is_text
+    return gains.sum(dim=2).T / (end - known)

@@ -29,7 +29,7 @@ class Estimate:
     @property
     def perplexity(self) -> float:
         """Return exp of the mean."""
-        return float(np.exp(self.nll))
+        return exp(self.nll)
 
     @property
     def half_width(self) -> float | None:
@@ -50,9 +50,7 @@ class Estimate:
         half = self.half_width
         if half is None:
             return None, None
-        low = np.exp(self.nll - half)
-        high = np.exp(self.nll + half)
-        return float(low), float(high)
+        return exp(self.nll - half), exp(self.nll + half)
 
     @property
     def p_value(self) -> float | None:
@@ -128,6 +126,12 @@ def estimate(
         documents=clusters,
         document_error=document_error,
     )
+
+
+def exp(value: float) -> float:
+    """Return exp(value), infinite where that is too large, not an OverflowError."""
+    with np.errstate(over="ignore"):
+        return float(np.exp(value))
 
 
 def _monte_carlo(samples: Tensor, joint: bool) -> float:

@@ -15,6 +15,7 @@ from ..runtime.files import read_lines
 from ..runtime.processes import Processes
 from ..runtime.validation import Amount, from_json
 from . import text_measures
+from .estimates import exp
 from .judges import Judge
 
 ADVICE = 'give an object with "text", as sample.py --jsonl writes, or {"text": TEXT}'
@@ -154,7 +155,7 @@ def _result(sample: Sample, tokens: list[int], nll: float, count: int) -> dict:
     measures of its tokens."""
     perplexity = None
     if count:
-        perplexity = text_measures.exp(nll / count)
+        perplexity = exp(nll / count)
     steps = sample.get("step", [])
     result = {
         "nll": nll,

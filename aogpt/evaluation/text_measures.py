@@ -72,43 +72,21 @@ def corpus_perplexity(
     nats = torch.tensor(totals, dtype=torch.float64)
     tokens = torch.tensor(counts, dtype=torch.float64)
     is_scored = tokens > 0
+    keys = ("nll", "standard_error", "perplexity", "perplexity_low", "perplexity_high")
+    if not is_scored.any():
+        return dict.fromkeys(keys)
     nats = nats[is_scored]
     tokens = tokens[is_scored]
-    result: dict[str, float | None] = {
-        "nll": None,
-        "standard_error": None,
-        "perplexity": None,
-        "perplexity_low": None,
-        "perplexity_high": None,
-    }
-    if len(tokens) == 0:
-        return result
     mean = estimate(nats / tokens, weights=tokens / tokens.mean())
-    result["nll"] = mean.nll
-    result["perplexity"] = exp(mean.nll)
-    if mean.half_width is not None:
-        result["standard_error"] = mean.standard_error
-        result["perplexity_low"] = exp(mean.nll - mean.half_width)
-        result["perplexity_high"] = exp(mean.nll + mean.half_width)
-    return result
-
-
-def exp(value: float) -> float:
-    """Return exp(value), infinite where that is too large, not an OverflowError."""
-    exponent = torch.tensor(value, dtype=torch.float64)
-    return float(exponent.exp())
+    values = (mean.nll, mean.standard_error, mean.perplexity, *mean.interval())
+    return dict(zip(keys, values, strict=True))
 
 
 def mean_and_error(values: Sequence[float | None]) -> tuple[float | None, float | None]:
     """Return the mean and standard error over the values that exist; None where there
     are too few."""
     numbers = [value for value in values if value is not None]
-    N = len(numbers)
-    sample = torch.tensor(numbers, dtype=torch.float64)
-    mean = None
-    error = None
-    if N > 0:
-        mean = float(sample.mean())
-    if N > 1:
-        error = float(sample.std() / N**0.5)
-    return mean, error
+    if not numbers:
+        return None, None
+    mean = estimate(torch.tensor(numbers, dtype=torch.float64))
+    return mean.nll, mean.standard_error
