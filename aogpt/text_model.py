@@ -200,14 +200,9 @@ class TextModel:
         """Return a list of texts, and warn of special tokens in them that are read as
         ordinary text. Raises UserError for other values, such as one text, or the None
         or NaN of an empty cell of a table."""
-        if not isinstance(texts, list | tuple):
-            raise UserError(f"give a list of texts; this is {texts!r:.40}")
+        check_value(texts, list[Any], "texts")
         for place, text in enumerate(texts, 1):
-            if not isinstance(text, str):
-                raise UserError(
-                    f"text {place} of {len(texts)} is {text!r:.40}; leave it out, or "
-                    "give a string"
-                )
+            check_value(text, str, f"text {place} of {len(texts)}")
         counts = self.tokenizer.count_special(
             modes.MASK.sub("", text) for text in texts
         )
@@ -261,13 +256,11 @@ class TextModel:
                 "alternatives",
                 stacklevel=2,
             )
+        refused = orders > 1 if predict is None else order != "l2r" or end
+        if refused:
+            raise UserError("predict takes orders, and neither order nor end")
         if predict is None:
-            if orders > 1:
-                raise UserError("orders are of predict; leave one of them out")
             return self._score(texts, order, seed, end)
-        if order != "l2r" or end:
-            raise UserError("predict has orders of its own: leave out order and end")
-        self._check_any_order()
         check_value(predict, list[tuple[int, int]], "predict")
         return self._joints(texts, predict, orders, seed)
 
@@ -303,19 +296,10 @@ class TextModel:
         """Return p(tokens of the spans | all others) of each text."""
 
         def rows_of(text: str) -> list[Row]:
-            ids = self._ids_to_score(text)
-            if len(ids) > self.block_size:
-                raise UserError(
-                    f"the text has {len(ids)} tokens, more than a block, "
-                    f"{self.block_size}: give the part that matters"
-                )
+            ids = self._ids_to_score(text, whole=True)
             predicted = self._positions_of(text, ids, spans)
             given = sorted(set(range(len(ids))) - set(predicted))
-            if len(given) < self.scored_from:
-                raise UserError(
-                    "this model has no start token, so it cannot score the first "
-                    "token: leave one out of predict"
-                )
+            self._check_known(len(given))
             rows = []
             for places in orders_of(len(predicted), count, seed):
                 last = [predicted[place] for place in places]
@@ -367,13 +351,21 @@ class TextModel:
             raise UserError("predict takes spans of characters, such as [(3, 7)]")
         return sorted(positions)
 
-    def _ids_to_score(self, text: str, end: bool = False) -> list[int]:
+    def _ids_to_score(
+        self, text: str, end: bool = False, whole: bool = False
+    ) -> list[int]:
         """Return the tokens of a text, and with `end` an end-of-text, unless the end is
-        given."""
+        given. whole: refuse texts that are longer than a block."""
         modes.refuse_masks(text, "give it to fill or blanks, or leave it out")
         ids = self.tokenizer.encode_documents(text).tolist()
         if len(ids) + end <= self.scored_from:
             raise UserError("there is no text to score")
+        whole = whole or self.end is not None
+        if whole and len(ids) > self.longest:
+            raise UserError(
+                f"the text has {len(ids)} tokens, and this model takes {self.longest} "
+                "at once: give the part that matters"
+            )
         if self.end is None:
             return [*ids, self.tokenizer.eot] if end else ids
         if self.end.token in ids:
@@ -381,12 +373,15 @@ class TextModel:
                 "a record of this model has one end, which follows the text by itself: "
                 f"leave out {END_OF_TEXT}"
             )
-        if len(ids) > self.longest:
-            raise UserError(
-                f"the text has {len(ids)} tokens, more than a record of this model, "
-                f"{self.longest}"
-            )
         return ids
+
+    def _check_known(self, count: int) -> None:
+        """Raise UserError where the first prediction has too few tokens before it."""
+        if count < self.scored_from:
+            raise UserError(
+                "this model has no start token, so it cannot score the first token of "
+                "a text: put a word before what is scored"
+            )
 
     def _scored(
         self,
@@ -413,33 +408,19 @@ class TextModel:
         self, order: str | Sequence[int] | Tensor, length: int, seed: int, number: int
     ) -> list[int]:
         """Return the order of block `number` of a text."""
-        left_to_right = list(range(length))
         if isinstance(order, str):
             config = parse_order(order, "order")
             rows = orders_at(config, seed, number, range(1), length, SCORED_ORDERS)
-            places = rows[0].tolist()
-            is_l2r = config.kind == "l2r"
-        else:
-            if isinstance(order, Tensor):
-                order = order.tolist()
-            check_value(order, list[int], "order")
-            places = list(order)
-            is_l2r = places == left_to_right
-            if sorted(places) != left_to_right:
-                raise UserError(
-                    f"order must be a permutation of 0..{length - 1}, a place for each "
-                    "token; longer texts than a block are scored block by block"
-                )
-        if not is_l2r:
-            self._check_any_order()
-        return places
-
-    def _check_any_order(self) -> None:
-        """Raise UserError for a plain GPT."""
-        if self.model.config.l2r_only:
+            return rows[0].tolist()
+        if isinstance(order, Tensor):
+            order = order.tolist()
+        check_value(order, list[int], "order")
+        if sorted(order) != list(range(length)):
             raise UserError(
-                "this model is a plain GPT: it only predicts from left to right"
+                f"order must be a permutation of 0..{length - 1}, a place for each "
+                "token; longer texts than a block are scored block by block"
             )
+        return list(order)
 
     def _scored_rows(
         self,
@@ -591,9 +572,6 @@ class TextModel:
         """Return `count` samples of each context."""
         check_value(seed, Seed, "seed")
         check_value(count, Count, "num_samples")
-        unknown = sorted(set(options) - set(DecodingOptions.__dataclass_fields__))
-        if unknown:
-            raise UserError(f"there is no option {unknown[0]!r}")
         for context in contexts:
             modes.check_start(
                 bool(context) and context[0] is not None, self.scored_from
@@ -620,7 +598,6 @@ class TextModel:
         """Return, for each text and every masked token of it, the `top` likeliest
         tokens given the known text, all in one pass."""
         check_value(top, Count, "top")
-        self._check_any_order()
 
         def likely_of(text: str) -> list[list[Likely]]:
             context = self._with_gaps(text)
@@ -678,15 +655,9 @@ class TextModel:
             top: how many tokens of each place, the likeliest ones. Where that is all of
                 them, as of an alphabet, the table sums to 1."""
         check_value(top, Count, "top")
-        self._check_any_order()
 
         def pairs_of(text: str) -> Pairs:
-            ids = self._ids_to_score(text)
-            if len(ids) > self.longest:
-                raise UserError(
-                    f"the text has {len(ids)} tokens; pairs takes at most "
-                    f"{self.longest}"
-                )
+            ids = self._ids_to_score(text, whole=True)
             positions = []
             for place in (first, second):
                 positions += self._positions_of(text, ids, [(place, place + 1)])
@@ -696,8 +667,7 @@ class TextModel:
                     f"and {second} are of tokens {positions}; give spans to "
                     "score(predict=)"
                 )
-            if len(ids) - 2 < self.scored_from:
-                raise UserError("this model has no start token: give a longer text")
+            self._check_known(len(ids) - 2)
             return self._pairs(ids, positions, top)
 
         return each(pairs_of, self._checked(texts, end_is_token=True))
@@ -736,12 +706,7 @@ class TextModel:
         def wholes_of(text: str) -> list[str]:
             wholes = alternatives_of(text)
             first_tokens = {self._ids_to_score(whole, end)[0] for whole in wholes}
-            if self.scored_from and len(first_tokens) > 1:
-                raise UserError(
-                    "this model has no start token, so it cannot score the first token "
-                    "of a text, and these alternatives begin differently: put a word "
-                    "before them"
-                )
+            self._check_known(int(len(first_tokens) == 1))
             return wholes
 
         wholes_of_texts = each(wholes_of, self._checked(texts, end_is_token=True))
