@@ -26,7 +26,14 @@ from ..data.tokenizers import (
 from ..model import ModelConfig, Transformer
 from ..runtime.errors import UserError, reason_of
 from ..runtime.files import sha256_file
-from ..runtime.validation import Count, NonNegative, expand_home, from_values, read_json
+from ..runtime.validation import (
+    Count,
+    NonNegative,
+    check_value,
+    expand_home,
+    from_values,
+    read_json,
+)
 from ..systems import build_on_meta, set_block_size
 from . import pretrained, released, store
 from .store import CheckpointError
@@ -108,8 +115,7 @@ def load(
         block_size: another sequence length than the model was trained with.
         checkpoint: which one of a run folder: "last", "best" or the number of a step.
     """
-    if weights not in ("ema", "raw"):
-        raise UserError(f"weights is {weights!r}; give 'ema' or 'raw'")
+    check_value(weights, Weights, "weights")
     path = local_path(path)
     if path.name == "best" and path.is_file() and checkpoint == "last":
         path = path.parent
@@ -239,11 +245,6 @@ def from_checkpoint(path: Path, weights: str) -> Loaded:
     prefix = "ema." if weights == "ema" else "model."
     values = store.read_values(path, prefix=prefix)
     config = from_values(values["model_config"], ModelConfig, str(path))
-    if values.get("adapter"):
-        raise UserError(
-            "it holds adapters (train.lora_rank), which were removed; the last commit "
-            "that has them is 4349f6ec"
-        )
     data = values["data"]
     record_end = None
     # Runs from before data.end have no such key.

@@ -37,7 +37,6 @@ STATE = "state.json"
 # an empty folder in a run's, until the first is finished
 NONE_YET = ".no_checkpoint_yet"
 ADVICE = "use another checkpoint of the run"
-TRIES = 100  # to read a checkpoint of a run that is training and replaces it meanwhile
 
 SPLITS = NotRequired[dict[str, dict[str, Any]]]
 Average = TypedDict("Average", {"updates": NonNegative, "decay": float})  # noqa: UP013
@@ -63,7 +62,6 @@ class StateFile(TypedDict):
     config: dict[str, Any]
     data: Data  # meta.json of the dataset
     best: Best | None
-    adapter: NotRequired[dict[str, Any] | None]  # of earlier versions' adapters
     skipped: NonNegative
     skipped_in_a_row: NonNegative
     sequences: NotRequired[NonNegative]  # trained on so far
@@ -283,18 +281,20 @@ def read_values(
             )
         contents = from_values(contents, StateFile, str(file), ADVICE)
         sums = contents["parts"]
-        odd = sorted({part.name for part in parts(path)} ^ sums.keys())
-        if odd:
-            raise CheckpointError(
-                f"{path} is damaged: {odd[0]} is missing or not part of it"
-            )
+        present = {part.name for part in parts(path)}
+        damaged = sorted(present ^ sums.keys())
         names = [name for name in sorted(sums) if name.startswith(prefix)]
         if not names:
             # Under fsdp: not named by kind, they may hold shards of every tensor.
             names = sorted(sums)
-        for name in names[share]:
+        for name in present.intersection(names[share]):
             if sha256_file(path / name) != sums[name]:
-                raise CheckpointError(f"{path} is damaged (checksum of {name})")
+                damaged.append(name)
+        if damaged:
+            raise CheckpointError(
+                f"{path} is damaged: {damaged[0]} is missing, not a part of it, or has "
+                "another checksum"
+            )
     except (UserError, OSError) as error:
         raise CheckpointError(str(error)) from error
     return contents
@@ -307,32 +307,25 @@ def read_newest(
     warn: Callable[..., None] = show,
 ) -> tuple[Path, Any] | None:
     """Return the newest checkpoint that can be read, and read(path); None if the run
-    has none. Skips damaged ones with a warning. Looks again if a running job has
-    replaced a checkpoint meanwhile. checkpoint: see `candidates`. Raises
+    has none. Skips damaged ones with a warning. checkpoint: see `candidates`. Raises
     CheckpointError if all are damaged."""
     if not (Path(run_folder) / "checkpoints").is_dir():
         return None
-    for _ in range(TRIES):
-        paths = candidates(run_folder, checkpoint)
-        problems = []
-        for path in reversed(paths):
-            try:
-                contents = read(path)
-            except CheckpointError as error:
-                if not path.is_dir():
-                    break
-                problems.append(visible(error, one_line=True))
-                continue
-            for problem in problems:
-                warn(f"warning: {problem}; trying the one before it", file=sys.stderr)
-            return path, contents
-        if paths and len(problems) == len(paths):
-            raise CheckpointError(
-                f"none of the {len(paths)} checkpoints in {run_folder} can be read: "
-                f"{problems[0]}"
-            )
-    if paths:
-        raise CheckpointError(f"{paths[-1]} is gone; give another --checkpoint")
+    problems = []
+    for path in reversed(candidates(run_folder, checkpoint)):
+        try:
+            contents = read(path)
+        except CheckpointError as error:
+            problems.append(visible(error, one_line=True))
+            continue
+        for problem in problems:
+            warn(f"warning: {problem}; trying the one before it", file=sys.stderr)
+        return path, contents
+    if problems:
+        raise CheckpointError(
+            f"none of the {len(problems)} checkpoints in {run_folder} can be read: "
+            f"{problems[0]}"
+        )
     return None
 
 

@@ -210,7 +210,7 @@ class TokenDataset(Blocks):
         self.shift = 0  # not 0 where a run had batches of another size before
         entry = meta["splits"][split]
         path = self.folder / entry["file"]
-        # Of each file, which a run saves for `changed_files` when it resumes.
+        # Of each file, which a run saves and compares when it resumes.
         self.files = {str(path): file_record(path, entry["sha256"])}
         self.of_records = "roles" in entry
         if self.of_records:
@@ -350,23 +350,6 @@ def file_record(path: Path, sha256: str) -> dict:
         "size": stat.st_size,
         "times": [stat.st_mtime_ns, stat.st_ctime_ns],
     }
-
-
-def changed_files(before: dict[str, dict], now: dict[str, dict]) -> list[str]:
-    """Return notes on files that hold other data than `before` (`TokenDataset.files`).
-    Raises UserError for a file that does not match its checksum."""
-    notes = []
-    for path, recorded in now.items():
-        if recorded == before.get(path):
-            continue
-        if sha256_file(Path(path)) != recorded["sha256"]:
-            raise UserError(
-                f"{path} has changed since the run last started: it does not match its "
-                f"checksum; copy it, or {ADVICE}"
-            )
-        if path in before and recorded["sha256"] != before[path]["sha256"]:
-            notes.append(f"{path} holds other data than when the run last started")
-    return notes
 
 
 @functools.lru_cache(maxsize=4)  # a batch moves on to the next epoch, never back

@@ -16,10 +16,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..checkpoints import CheckpointError, store
-from ..data.loader import TokenDataset, changed_files
+from ..data.loader import ADVICE, TokenDataset
 from ..data.tokenizers import other_tokenizer
 from ..model import Transformer
 from ..runtime.errors import UserError, reason_of
+from ..runtime.files import sha256_file
 from ..runtime.processes import Processes
 from . import config as configuration
 from . import parallel
@@ -80,7 +81,8 @@ def start(config: Config, data_meta: Mapping[str, Any], procs: Processes) -> Sta
     else:
         path, values = newest
         check_same_run(config, data_meta, path, values, procs.print0)
-        check_same_data(values["data"], data_meta, procs)
+        files = values["data"].get("files", {})
+        check_same_files(files, data_meta.get("files", {}), procs)
         values["best"] = known_best(config, data_meta, path, values, procs.print0)
     # empty: drawing the weights of a large model, to be replaced, would take minutes
     model = parallel.build(config, procs, weights, empty=newest is not None)
@@ -241,15 +243,23 @@ def better_of(best: dict | None, step: int, loss: float) -> dict | None:
     return best
 
 
-def check_same_data(
-    before: Mapping[str, Any], now: Mapping[str, Any], procs: Processes
+def check_same_files(
+    before: Mapping[str, dict], now: Mapping[str, dict], procs: Processes
 ) -> None:
-    """Print which files of the data are not known to be unchanged since a checkpoint.
-    The main process reads them. Raises UserError for a file that does not match its
-    checksum."""
-    if procs.main:
-        for note in changed_files(before.get("files", {}), now.get("files", {})):
-            procs.print0(note)
+    """Print which files of the data hold other data than at a checkpoint; the main
+    process reads those of other sizes or times. Raises UserError for one that does not
+    match its checksum."""
+    for path, recorded in now.items():
+        old = before.get(path)
+        if recorded == old or not procs.main:
+            continue
+        if sha256_file(Path(path)) != recorded["sha256"]:
+            raise UserError(
+                f"{path} has changed since the run last started: it does not match its "
+                f"checksum; copy it, or {ADVICE}"
+            )
+        if old and recorded["sha256"] != old["sha256"]:
+            procs.print0(f"{path} holds other data than when the run last started")
 
 
 def named_tensors(state: State) -> dict[str, Tensor]:
