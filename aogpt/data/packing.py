@@ -112,11 +112,7 @@ def encode_documents(
 ) -> Iterator[tuple[np.ndarray, None]]:
     """Yield the ids (n,) of documents, with end-of-text after each, and no roles."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # tiktoken releases Python's lock
-        # Bytes take less time than handing them to another thread.
-        encode = pool.map
-        if tokenizer.name == "bytes":
-            encode = map
-        for ids in encode(tokenizer.encode_array, texts):
+        for ids in pool.map(tokenizer.encode_array, texts):
             end = np.array(tokenizer.eot, ids.dtype)
             yield np.append(ids, end), None
 

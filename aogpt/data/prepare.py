@@ -76,7 +76,7 @@ class Prepare:
     out: Path | None = None
     """Folder to write; by default data/NAME in the project."""
     source: tuple[Path, ...] = ()
-    """Files, folders, or patterns such as "texts/**/*.txt".
+    """Files, or folders of files.
     .jsonl, .json (a list), .parquet: a document a row;
     text: also .txt and .md files, one document each;
     wikitext: also .txt .tokens .raw, ptb: .txt, lm1b: .txt, news.en.*; a row a line.

@@ -40,19 +40,16 @@ class Corpus:
 
 
 def source_files(paths: Iterable[Path], readers: dict[str, Reader]) -> tuple[Path, ...]:
-    """Return files of known kinds: the paths themselves, or those in a folder or
-    matching a pattern, without hidden ones, which programs keep for themselves. Raises
-    UserError where there is none, or one is given twice."""
+    """Return files of known kinds: the paths themselves, or those in a folder, without
+    hidden ones, which programs keep for themselves. Raises UserError where there is
+    none, or one is given twice."""
     files: list[Path] = []
     for path in paths:
-        if path.is_dir():
-            inside = [p for p in path.rglob("*") if not is_hidden(p.relative_to(path))]
-        elif path.exists() or not glob.has_magic(str(path)):
+        if not path.is_dir():
             path.stat()  # raises FileNotFoundError here, before any work
             files.append(path)
             continue
-        else:
-            inside = [Path(name) for name in glob.glob(str(path), recursive=True)]
+        inside = [p for p in path.rglob("*") if not is_hidden(p.relative_to(path))]
         readable = [p for p in inside if p.is_file() and reader_of(p, readers)]
         if not readable:
             raise UserError(
@@ -66,7 +63,7 @@ def source_files(paths: Iterable[Path], readers: dict[str, Reader]) -> tuple[Pat
 
 def is_hidden(path: Path) -> bool:
     """Return whether a path below a folder is a hidden one, such as
-    .ipynb_checkpoints/a.txt; a pattern does not match it either."""
+    .ipynb_checkpoints/a.txt."""
     return any(part.startswith(".") for part in path.parts)
 
 

@@ -7,9 +7,9 @@ scores all tokens but the first. Samples longer than its context are cut into wi
 each scored like a sample."""
 
 import abc
-import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from tqdm import tqdm
 from ..checkpoints import load
 from ..data.tokenizers import END_OF_TEXT, get_tokenizer
 from ..runtime.errors import UserError
-from ..runtime.validation import expand_home, read_bounded
+from ..runtime.validation import expand_home, read_json
 from ..scoring import token_log_probs
 from ..systems import parameter_counts
 
@@ -117,12 +117,10 @@ def load_judge(name: str, device: torch.device) -> Judge:
     path = expand_home(name)
     if not path.exists():
         return TransformersJudge(name, device)
-    try:
-        settings = json.loads(read_bounded(path / "config.json"))
-        of_transformers = settings.get("model_type", "aogpt") != "aogpt"
-    except (OSError, ValueError, RecursionError, AttributeError):
-        of_transformers = False
-    if of_transformers:
+    settings: dict[str, Any] = {}
+    if (path / "config.json").is_file():
+        settings = read_json(path / "config.json", dict[str, Any], "get it again")
+    if settings.get("model_type", "aogpt") != "aogpt":
         return TransformersJudge(str(path), device)
     return DecoderJudge(str(path), device)
 
@@ -141,20 +139,18 @@ class DecoderJudge(Judge):
         self.model = loaded.model.to(device, torch.float32)
         self.tokenizer = loaded.tokenizer
         self.vocab_size = config.vocab_size
-        self.get_tokenizer = loaded.get_tokenizer
+        self._tokenizer = loaded.get_tokenizer()
         self.context = config.block_size
         self.start = loaded.scored_from == 0
         self.parameters = sum(parameter_counts(loaded.model).values())
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, in which "<|endoftext|>" ends a document."""
-        return self.get_tokenizer().encode_documents(text).tolist()
+        return self._tokenizer.encode_documents(text).tolist()
 
     def has_ids_of(self, tokenizer: str) -> bool:
         """Return whether the judge has the same ids as this tokenizer."""
-        # The samples' tokenizer is in memory already: the judge's must not be another
-        # of that name.
-        return tokenizer == self.tokenizer and tokenizer == self.get_tokenizer().name
+        return tokenizer == self.tokenizer
 
     def nll(self, tokens: Tensor) -> Tensor:
         """Return -log p of each of the tokens (B, T), nats, (B, T)."""
