@@ -1,12 +1,12 @@
-"""What the tests compare the project with: the formulas written out, one token at a
-time, and exact enumerations.
+"""What the tests compare the project with: the formulas written out, and exact
+enumerations.
 
 `log_probs` is the decoder of the paper (arXiv 2506.19935, section 3) and its target
-variants, `encoder_outputs` the encoders, from their formulas alone: plain loops over
-sequences, steps, heads and the steps seen; they use no layer, no fused kernel and no
-code of the project, only the named parameters. The rest enumerates every sequence,
-every order and every plan of tiny problems. The last part builds the models, plans and
-samples that are compared with them."""
+variants, `encoder_outputs` the encoders, from their formulas alone: one sequence and
+one head at a time, with a table of the inputs that each step sees; they use no layer,
+no fused kernel and no code of the project, only the named parameters. The rest
+enumerates every sequence, every order and every plan of tiny problems. The last part
+builds the models, plans and samples that are compared with them."""
 
 import functools
 import itertools
@@ -38,28 +38,28 @@ def log_probs(config, params, tokens, order, group=1):
     differentiable in `params` (name -> tensor). group: of decoders with queries of
     their own (two_stream, mask_query), whose step i is predicted from the groups before
     its own."""
-    rows = zip(tokens.tolist(), order.tolist(), strict=True)
-    return torch.stack(
-        [_Formulas(config, params).decoded(x, s, group) for x, s in rows]
-    )
+    rows = []
+    for x, s in zip(tokens, order, strict=True):
+        rows.append(_Formulas(config, params).decoded(x, s, group))
+    return torch.stack(rows)
 
 
 def encoder_outputs(config, params, tokens, masked, sigma=None):
     """Return the outputs of the head for every token before [MASK], (B, T, [MASK]),
     with [MASK] in place of the masked tokens. sigma: (B,) noise levels, for SEDD."""
-    sigmas = [None] * len(tokens) if sigma is None else sigma.tolist()
-    outputs = []
-    for row, hidden, noise in zip(
-        tokens.tolist(), masked.tolist(), sigmas, strict=True
-    ):
-        formulas = _Formulas(config, params)
-        outputs.append(formulas.encoded(row, hidden, noise))
-    return torch.stack(outputs)
+    rows = []
+    for b in range(len(tokens)):
+        noise = None if sigma is None else sigma[b]
+        rows.append(_Formulas(config, params).encoded(tokens[b], masked[b], noise))
+    return torch.stack(rows)
+
+
+UNMODULATED = (0, 0, 1, 0, 0, 1)  # shift, scale and gate of attention and of the MLP
 
 
 class _Formulas:
-    """Compute the formulas for one sequence. A stream is a list of vectors, one for
-    each input."""
+    """Compute the formulas for one sequence. A stream has a row for each input;
+    `visible` has a row for each query, and whether it sees each input."""
 
     def __init__(self, config, params):
         self.config = config
@@ -69,155 +69,127 @@ class _Formulas:
     def decoded(self, tokens, order, group):
         config = self.config
         params = self.params
-        stream = []
         if config.target == "mask_query":
             return self.decoded_by_mask_queries(tokens, order, group)
-        own = [0] + [p + 1 for p in order[:-1]]  # 0: of the start
-        # where queries stand
-        targets = [p + (config.query_at == "target") for p in order]
-        for i, target in enumerate(order):
-            if i == 0:
-                x = params["start"]
-            else:
-                x = params["wte.weight"][tokens[order[i - 1]]]
-            if config.position != "rotary":
-                x = x + params["wpe.weight"][own[i]]
-            if config.target == "input":
-                x = x + params["wtpe.weight"][target]
-            stream.append(x)
+        T = len(order)
+        step = torch.arange(T)
+        inputs = order[:-1]
+        x = torch.cat([params["start"][None], params["wte.weight"][tokens[inputs]]])
+        own = torch.cat([step[:1], inputs + 1])  # 0: of the start
+        if config.position != "rotary":
+            x = x + params["wpe.weight"][own]
+        if config.target == "input":
+            x = x + params["wtpe.weight"][order]
         # the first input that later steps see
         first = 1 if config.start == "hidden" else 0
-        seen = []
-        for i in range(len(order)):
-            # The last input of the group that the token of input i is in, the start
-            # before them all.
-            end = min(math.ceil(i / group) * group, len(order) - 1)
-            seen.append(range(min(i, first), end + 1))
-        conditions = [None] * len(order)
+        # The last input of the group that the token of input i is in, the start before
+        # them all.
+        end = ((step + group - 1) // group * group).clamp(max=T - 1)
+        visible = between(step.clamp(max=first), end)
+        # where queries stand
+        targets = order + (config.query_at == "target")
+        condition = None
         if config.target == "two_stream":
-            stream = self.query_stream(stream, seen, own, order, targets, group, first)
+            x = self.query_stream(x, visible, own, order, targets, group, first)
         else:
             if config.target == "adaln":
-                conditions = [params["wtpe.weight"][target] for target in order]
+                condition = params["wtpe.weight"][order]
+            # A plain GPT is not conditioned on its target, by rotation either.
+            turned = own if config.target == "none" else targets
             for layer in range(config.n_layer):
                 name = f"blocks.{layer}."
                 if config.target in ("shared", "per_block"):
                     prefix = "" if config.target == "shared" else name
-                    table = params[prefix + "wtpe.weight"]
-                    stream = [x + table[t] for x, t in zip(stream, order, strict=True)]
-                # A plain GPT is not conditioned on its target, by rotation either.
-                turned = own if config.target == "none" else targets
-                stream = self.block(name, stream, conditions, seen, own, turned)
-        outputs = zip(self.outputs(stream, conditions), order, strict=True)
-        return torch.stack([o[tokens[t]] - o.exp().sum().log() for o, t in outputs])
+                    x = x + params[prefix + "wtpe.weight"][order]
+                x = self.block(name, x, condition, visible, turned, own)
+        return self.chosen(x, condition, tokens[order])
 
-    def query_stream(self, content, seen, own, order, targets, group, first):
+    def query_stream(self, content, visible, own, order, targets, group, first):
         """Return the final states of the query stream: a learned vector plus its
         position (row 0 of the table is the start's), which reads the contents of the
         groups before its own, inputs `first` (0 is [None]) to the group's start. Both
         streams share all weights; queries are never keys."""
-        queries = [self.params["query"]] * len(targets)
+        queries = self.params["query"].expand(len(order), -1)
         if self.config.position != "rotary":
-            queries = [
-                x + self.params["wpe.weight"][p + 1]
-                for x, p in zip(queries, order, strict=True)
-            ]
-        starts = [i - i % group for i in range(len(targets))]
-        seen_by_query = [range(min(start, first), start + 1) for start in starts]
+            queries = queries + self.params["wpe.weight"][order + 1]
+        step = torch.arange(len(order))
+        starts = step - step % group
+        seen_by_query = between(starts.clamp(max=first), starts)
         for layer in range(self.config.n_layer):
             name = f"blocks.{layer}."
-            keys = [self.norm(name + "norm1.", x) for x in content]
-            asking = [self.norm(name + "norm1.", x) for x in queries]
-            contents = self.attention(name + "attn.", keys, seen, own, own)
-            answers = self.attention(
-                name + "attn.", keys, seen_by_query, own, targets, asking
-            )
-            unmodulated = [(0, 0, 1, 0, 0, 1)] * len(targets)
-            content = self.residuals(name, content, contents, unmodulated)
-            queries = self.residuals(name, queries, answers, unmodulated)
+            keys = self.norm(name + "norm1.", content)
+            asking = self.norm(name + "norm1.", queries)
+            contents = self.attention(name, keys, keys, visible, own, own)
+            answers = self.attention(name, asking, keys, seen_by_query, targets, own)
+            content = self.residual(name, content, contents, UNMODULATED)
+            queries = self.residual(name, queries, answers, UNMODULATED)
         return queries
 
     def decoded_by_mask_queries(self, tokens, order, group):
-        """Return the final states of the queries among 2T inputs, contents and then
-        their [MASK] queries. Each sees those that an explicit 2T x 2T table allows."""
+        """Among 2T inputs, contents and then their [MASK] queries, a content sees those
+        before it and itself, a query the contents before its group and itself."""
         T = len(order)
-        vectors = [self.params["wte.weight"][tokens[p]] for p in order]
-        vectors += [self.params["query"]] * T
-        positions = [*order, *order]
+        queries = self.params["query"].expand(T, -1)
+        x = torch.cat([self.params["wte.weight"][tokens[order]], queries])
+        positions = torch.cat([order, order])
         if self.config.position != "rotary":
-            table = self.params["wpe.weight"]
-            vectors = [x + table[p] for x, p in zip(vectors, positions, strict=True)]
+            x = x + self.params["wpe.weight"][positions]
         visible = torch.zeros(2 * T, 2 * T, dtype=torch.bool)
         for i in range(T):
-            visible[i, : i + 1] = True  # a content: those before it and itself
-            visible[T + i, : i - i % group] = True  # a query: contents before its group
-            visible[T + i, T + i] = True  # and itself
-        seen = [row.nonzero().flatten().tolist() for row in visible]
-        conditions = [None] * (2 * T)
+            visible[i, : i + 1] = True
+            visible[T + i, : i - i % group] = True
+            visible[T + i, T + i] = True
         for layer in range(self.config.n_layer):
             name = f"blocks.{layer}."
-            vectors = self.block(name, vectors, conditions, seen, positions, positions)
-        outputs = zip(self.outputs(vectors[T:], conditions[T:]), order, strict=True)
-        return torch.stack([o[tokens[p]] - o.exp().sum().log() for o, p in outputs])
+            x = self.block(name, x, None, visible, positions, positions)
+        return self.chosen(x[T:], None, tokens[order])
 
     def encoded(self, tokens, masked, sigma):
         config = self.config
-        params = self.params
-        stream = []
-        for position, (token, hidden) in enumerate(zip(tokens, masked, strict=True)):
-            x = params["wte.weight"][config.mask_token if hidden else token]
-            if config.position != "rotary":
-                x = x + params["wpe.weight"][position]
-            stream.append(x)
-        positions = range(len(tokens))
+        T = len(tokens)
+        x = self.params["wte.weight"][tokens.masked_fill(masked, config.mask_token)]
+        if config.position != "rotary":
+            x = x + self.params["wpe.weight"][:T]
         condition = None if sigma is None else self.noise_condition(sigma)
-        conditions = [condition] * len(tokens)
+        positions = torch.arange(T)
+        visible = torch.ones(T, T, dtype=torch.bool)
         for layer in range(config.n_layer):
-            seen = [positions] * len(tokens)
             name = f"blocks.{layer}."
-            stream = self.block(name, stream, conditions, seen, positions, positions)
-        return torch.stack(self.outputs(stream, conditions))[:, : config.mask_token]
+            x = self.block(name, x, condition, visible, positions, positions)
+        return self.outputs(x, condition)[:, : config.mask_token]
 
     def noise_condition(self, sigma):
         """Apply an MLP with SiLU to 128 cosines and 128 sines of sigma, frequencies 1
         to 10000 ** (-127 / 128)."""
-        angles = [sigma * 10000 ** (-k / 128) for k in range(128)]
+        angles = [float(sigma) * 10000 ** (-k / 128) for k in range(128)]
         waves = [math.cos(a) for a in angles] + [math.sin(a) for a in angles]
-        x = torch.tensor(waves, dtype=self.params["wte.weight"].dtype)
+        x = torch.tensor([waves], dtype=self.params["wte.weight"].dtype)
         return self.linear("noise.proj.", _silu(self.linear("noise.fc.", x)))
 
-    def outputs(self, stream, conditions):
+    def chosen(self, x, condition, tokens):
+        """Return the log-probabilities of tokens."""
+        outputs = self.outputs(x, condition)
+        of_tokens = outputs.gather(1, tokens[:, None]).squeeze(1)
+        return of_tokens - outputs.exp().sum(1).log()
+
+    def outputs(self, x, condition):
         head = self.params["wte.weight" if self.config.tied_head else "head.weight"]
         bias = self.params["head.bias"] if self.config.head_bias else 0
-        result = []
-        for x, condition in zip(stream, conditions, strict=True):
-            x = self.norm("norm_f.", x)
-            if condition is not None:
-                shift, scale = self.linear("adaln_f.", _silu(condition)).chunk(2)
-                x = x * (1 + scale) + shift
-            result.append(head @ x + bias)
-        return result
+        x = self.norm("norm_f.", x)
+        if condition is not None:
+            shift, scale = self.linear("adaln_f.", _silu(condition)).chunk(2, dim=1)
+            x = x * (1 + scale) + shift
+        return x @ head.T + bias
 
-    def block(self, name, stream, conditions, seen, key_positions, query_positions):
-        modulations = []
-        normed = []
-        for x, condition in zip(stream, conditions, strict=True):
-            # shift1, scale1, gate1, shift2, scale2, gate2
-            modulation = (0, 0, 1, 0, 0, 1)
-            if condition is not None:
-                modulation = self.linear(name + "adaln.", _silu(condition))
-                modulation = modulation.split(self.config.n_embd)
-            modulations.append(modulation)
-            shift1, scale1, *_ = modulation
-            normed.append(self.norm(name + "norm1.", x) * (1 + scale1) + shift1)
-        attended = self.attention(
-            name + "attn.", normed, seen, key_positions, query_positions
-        )
-        return self.residuals(name, stream, attended, modulations)
-
-    def residuals(self, name, stream, attended, modulations):
-        rows = zip(stream, attended, modulations, strict=True)
-        return [self.residual(name, x, a, modulation) for x, a, modulation in rows]
+    def block(self, name, x, condition, visible, query_positions, key_positions):
+        modulation = UNMODULATED
+        if condition is not None:
+            modulation = self.linear(name + "adaln.", _silu(condition))
+            modulation = modulation.split(self.config.n_embd, dim=1)
+        shift, scale, *_ = modulation
+        h = self.norm(name + "norm1.", x) * (1 + scale) + shift
+        attended = self.attention(name, h, h, visible, query_positions, key_positions)
+        return self.residual(name, x, attended, modulation)
 
     def residual(self, name, x, attended, modulation):
         _, _, gate1, shift2, scale2, gate2 = modulation
@@ -230,72 +202,64 @@ class _Formulas:
             h = _gelu(self.config, up)
         return x + gate2 * self.linear(name + "mlp.proj.", h)
 
-    def attention(
-        self, name, stream, seen, key_positions, query_positions, queries=None
-    ):
-        """Return the output of every step of `queries` (the stream itself by default),
-        which sees the inputs seen[i] and no other. The positions count where keys and
-        queries are rotated."""
+    def attention(self, name, asking, content, visible, query_positions, key_positions):
+        """Return the output of every row of `asking`, which sees rows of `content`. The
+        positions count where keys and queries are rotated."""
         c = self.config
+        name = name + "attn."
         size = c.head_width or c.n_embd // c.n_head
-        group = c.n_head // (c.n_kv_head or c.n_head)
-        sizes = [c.n_head * size] + [c.n_head // group * size] * 2
-        qkv = [self.linear(name + "qkv.", x).split(sizes) for x in stream]
-        asking = qkv
-        if queries:
-            asking = [self.linear(name + "qkv.", x).split(sizes) for x in queries]
-        own_values = [value for *_, value in qkv]
+        key_heads = c.n_kv_head or c.n_head
+        sizes = [c.n_head * size, key_heads * size, key_heads * size]
+        queries, _, _ = self.linear(name + "qkv.", asking).split(sizes, dim=1)
+        _, keys, values = self.linear(name + "qkv.", content).split(sizes, dim=1)
         if c.value_residual:
+            if self.first_values is None:
+                self.first_values = values
             a, b = self.params[name + "mix"]
-            self.first_values = self.first_values or own_values
-            pairs = zip(own_values, self.first_values, strict=True)
-            own_values = [a * value + b * first for value, first in pairs]
+            values = a * values + b * self.first_values
         outputs = []
-        for i in range(len(stream)):
-            by_head = []
-            for head in range(c.n_head):
-                part = slice(head * size, head * size + size)
-                shared = slice(head // group * size, head // group * size + size)
-                query = self.head_norm(name + "q_norm.", asking[i][0][part])
-                query = _rotated(c, query, query_positions[i])
-                scores = []
-                values = []
-                for j in seen[i]:
-                    key = self.head_norm(name + "k_norm.", qkv[j][1][shared])
-                    key = _rotated(c, key, key_positions[j])
-                    scores.append((query * key).sum() / math.sqrt(size))
-                    values.append(own_values[j][shared])
-                weights = torch.stack(scores).exp()
-                weights = weights / weights.sum()
-                by_head.append(sum(w * v for w, v in zip(weights, values, strict=True)))
-            outputs.append(self.linear(name + "proj.", torch.cat(by_head)))
-        return outputs
+        for head in range(c.n_head):
+            shared = head // (c.n_head // key_heads)
+            query = self.head_norm(name + "q_norm.", queries.split(size, dim=1)[head])
+            key = self.head_norm(name + "k_norm.", keys.split(size, dim=1)[shared])
+            value = values.split(size, dim=1)[shared]
+            query = _rotated(c, query, query_positions)
+            key = _rotated(c, key, key_positions)
+            weights = (query @ key.T / math.sqrt(size)).exp() * visible
+            outputs.append(weights @ value / weights.sum(dim=1, keepdim=True))
+        return self.linear(name + "proj.", torch.cat(outputs, dim=1))
 
     def linear(self, name, x):
-        y = self.params[name + "weight"] @ x
+        y = x @ self.params[name + "weight"].T
         return y + self.params[name + "bias"] if name + "bias" in self.params else y
 
     def norm(self, name, x):
         if self.config.norm == "rmsnorm":
             return self.rms_norm(name, x)
-        x = self.rms_norm(name, x - x.mean())
+        x = self.rms_norm(name, x - x.mean(dim=1, keepdim=True))
         return x + self.params[name + "bias"] if name + "bias" in self.params else x
 
     def head_norm(self, name, x):
         return self.rms_norm(name, x) if self.config.qk_norm else x
 
     def rms_norm(self, name, x):
-        mean_square = x.pow(2).mean() + self.config.norm_eps
+        mean_square = x.pow(2).mean(dim=1, keepdim=True) + self.config.norm_eps
         return x / mean_square.sqrt() * self.params[name + "weight"]
 
 
-def _rotated(config, x, position):
-    """Return a vector with coordinates i and i + size / 2 turned by the angle position
-    * base ** (-2 i / size), or by less for slow ones (Llama 3.1)."""
+def between(first, last):
+    """Return which inputs each query sees: those from first[i] to last[i]."""
+    inputs = torch.arange(len(first))
+    return (inputs >= first[:, None]) & (inputs <= last[:, None])
+
+
+def _rotated(config, x, positions):
+    """Return vectors with coordinates i and i + size / 2 turned by the angle position *
+    base ** (-2 i / size), or by less for slow ones (Llama 3.1)."""
     if config.position == "learned":
         return x
-    half = len(x) // 2
-    rates = [config.rope_base ** (-2 * i / len(x)) for i in range(half)]
+    size = x.shape[1]
+    rates = [config.rope_base ** (-2 * i / size) for i in range(size // 2)]
     if config.rope_scaling:
         factor, low, high, length = config.rope_scaling
         for i, rate in enumerate(rates):
@@ -305,13 +269,11 @@ def _rotated(config, x, position):
             elif turns <= high:
                 smooth = (turns - low) / (high - low)
                 rates[i] = (1 - smooth) * rate / factor + smooth * rate
-    angles = [position * rate for rate in rates]
-    first = []
-    second = []
-    for i, angle in enumerate(angles):
-        first.append(x[i] * math.cos(angle) - x[i + half] * math.sin(angle))
-        second.append(x[i + half] * math.cos(angle) + x[i] * math.sin(angle))
-    return torch.stack(first + second)
+    angles = positions[:, None] * torch.tensor(rates, dtype=torch.float64)
+    first, second = x.chunk(2, dim=1)
+    cos = angles.cos()
+    sin = angles.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=1)
 
 
 def _silu(x):

@@ -109,7 +109,7 @@ def test_a_decoder_computes_its_formulas(variant, length):
     ["AO-GPT", "sigma-GPT", "GPT-2", "target rotary", "Llama"]
     + ["mask_query", "mask_query, rotary", "mask_query, Llama"],
 )
-def test_the_gradient_of_every_parameter_is_that_of_the_per_token_computation(variant):
+def test_the_gradient_of_every_parameter_is_that_of_the_formulas(variant):
     model = make_variant(variant, 3)
     tokens = random_tokens(TOKENS, batch_size=3, length=7, seed=4)
     order = random_orders(batch_size=3, length=7, seed=5)
