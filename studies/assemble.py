@@ -1,8 +1,8 @@
 """Assemble every Triton kernel for a GPU that need not be here, and print a line of
-JSON each; or make a table of such lines:
+JSON each; or make a table of such lines.
 
-python -m studies.assemble 90 >> kernels.jsonl
-python -m studies.assemble table kernels.jsonl
+    python -m studies.assemble --gpu 90
+    python -m studies.assemble --table results/gpu/kernels.jsonl
 
 ptxas and cuobjdump are those of Triton's wheel. spilled_bytes: what a thread keeps in
 memory because the registers do not suffice."""
@@ -11,12 +11,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import triton
+import tyro
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -162,12 +163,24 @@ def table(rows: list[dict]) -> list[str]:
     return markdown_table(head, cells, left=1)
 
 
-if __name__ == "__main__":
-    os.environ.pop("TRITON_INTERPRET", None)
-    if sys.argv[1] == "table":
-        lines = Path(sys.argv[2]).read_text().splitlines()
+@dataclass
+class Arguments:
+    gpu: int | None = None
+    """90: an H100, 80: an A100."""
+    table: Path | None = None
+    """Print the table of a file of lines."""
+
+
+def main():
+    arguments = tyro.cli(Arguments, description=__doc__)
+    if arguments.table is not None:
+        lines = arguments.table.read_text().splitlines()
         show("\n".join(table([json.loads(line) for line in lines])))
-        sys.exit()
-    target = int(sys.argv[1])
-    assemble_attention(target)
-    assemble_merge(target)
+    if arguments.gpu is not None:
+        os.environ.pop("TRITON_INTERPRET", None)
+        assemble_attention(arguments.gpu)
+        assemble_merge(arguments.gpu)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Jobs of torchrun that are killed, stopped and started again, for soak.py and
+"""Jobs of several processes that are killed, stopped and started again: for soak.py and
 tests/test_elastic.py."""
 
 import contextlib

@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 from helpers import ROOT, shell_lines
-from test_docs import COMMANDS, SCRIPTS, cases_of, script_of
+from test_docs import COMMANDS, cases_of, module_of, script_of
 from test_docs import parse as parse  # a fixture
 
 from aogpt.data import catalogue
@@ -86,7 +86,7 @@ def check(words, parse):
         return
     script, arguments = script_of(words)
     without_options = ("train.py", "aogpt", "studies.filling")
-    assert script in SCRIPTS or script in without_options, script
+    assert script in without_options or module_of(script)
     if not arguments or "--help" in arguments:
         return
     arguments = [

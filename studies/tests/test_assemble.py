@@ -28,7 +28,7 @@ def test_kernels_assemble_without_spilled_registers(gpu, tmp_path):
     """90: an H100, 80: an A100."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "studies.assemble", str(gpu)],
+        [sys.executable, "-m", "studies.assemble", "--gpu", str(gpu)],
         cwd=ROOT,
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
