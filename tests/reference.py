@@ -938,29 +938,21 @@ def sampled_counts(model, plan, seed, tokens=None, choice=None, **settings):
     return sequence_counts(samples.tokens, vocab_size)
 
 
-def uncached_log_probs(model, tokens, plan):
-    """Return the log-probability of each unmasked position under the order (known
-    before its group, it, the rest), in one uncached pass each; of two_stream, in the
-    groups of the steps."""
-    result = torch.zeros(tokens.shape)
-    for b in range(len(tokens)):
-        order = plan.order[b].tolist()
-        step = plan.step[b].tolist()
-        length = int(plan.length[b])
-        for i in range(length):
-            if step[i] < 0:
-                continue
-            start = i if plan.draft else step.index(step[i])
-            single = torch.tensor([order_through(order[:start], order[i], length)])
-            text = tokens[b : b + 1, :length]
-            if in_groups(model) and not plan.draft:
-                starts = group_starts(sizes_of(step[:start]), length)[None]
-                with torch.no_grad():
-                    scored = -model(text, single, starts)
-            else:
-                scored = token_log_probs(model, text, single)
-            result[b, order[i]] = scored[0, start]
-    return result
+def log_probs_of_steps(model, tokens, order, steps, is_drafted=False):
+    """Return the log-probability of each token of a row in its order, (T,), given those
+    of earlier steps, or all before it where they were drafted; 0 of what is given.
+    steps: in that order, -1 where given."""
+    is_generated = steps >= 0
+    starts = torch.arange(len(order))
+    if not is_drafted:
+        starts = torch.searchsorted(steps, steps).where(is_generated, starts)
+    row = tokens[None], order[None]
+    if in_groups(model):
+        with torch.no_grad():
+            log_probs = -model(*row, starts[None])
+    else:
+        log_probs = token_log_probs(model, *row, known=starts[None])
+    return log_probs[0].where(is_generated, 0)
 
 
 def logits_given(model, tokens, context, target, sizes=()):

@@ -4,14 +4,12 @@ the tokens that are written."""
 import json
 
 import pytest
-import reference
 import torch
-from reference import make_system
+from reference import log_probs_of_steps, make_system
 
 import sample
 from aogpt.checkpoints.load import Loaded
 from aogpt.data.tokenizers import AlphabetTokenizer
-from aogpt.scoring import token_log_probs
 
 TOKENIZER = AlphabetTokenizer("abcd")
 END = TOKENIZER.eot
@@ -74,8 +72,16 @@ def test_log_probs_are_those_of_the_tokens_that_stay(draw, system, mode):
             cut += line["length"] < 12
             assert line["length"] == len(line["tokens"]) == len(line["order"])
             if line["length"]:
-                expected = log_probs_as_written(model, line, mode)
-                assert sum(line["log_probs"]) == pytest.approx(expected, abs=1e-4)
+                order = torch.tensor(line["order"])
+                expected = log_probs_of_steps(
+                    model,
+                    torch.tensor(line["tokens"]),
+                    order,
+                    torch.tensor(line["step"])[order],
+                    is_drafted="speculative" in mode,
+                )
+                total = expected.sum().item()
+                assert sum(line["log_probs"]) == pytest.approx(total, abs=1e-4)
             if name == "gaps":  # the given text stays
                 given = {0: 0, 4: 1, 8: 2}
                 for position, token in given.items():
@@ -84,22 +90,6 @@ def test_log_probs_are_those_of_the_tokens_that_stay(draw, system, mode):
             last_given = line["step"][::-1].index(-1) if -1 in line["step"] else 0
             assert END not in line["tokens"][line["length"] - last_given :]
     assert cut > 3
-
-
-def log_probs_as_written(model, line, mode):
-    tokens = torch.tensor([line["tokens"]])
-    order = torch.tensor([line["order"]])
-    steps = torch.tensor([line["step"]]).gather(1, order)
-    is_generated = steps >= 0
-    starts = torch.arange(order.shape[1])[None]
-    if "speculative" not in mode:
-        starts = torch.searchsorted(steps, steps).where(is_generated, starts)
-    if reference.in_groups(model):
-        with torch.no_grad():
-            log_probs = -model(tokens, order, starts)
-    else:
-        log_probs = token_log_probs(model, tokens, order, known=starts)
-    return log_probs.where(is_generated, 0).sum().item()
 
 
 @pytest.mark.parametrize("mode", ["random", "mdm", "confidence:block=4", "speculative"])
