@@ -125,9 +125,9 @@ def test_a_run_trains_resumes_and_is_evaluated(printed, data, tmp_path, kind):
     config = tiny_config(data, tmp_path, steps=8, model__target="mask_query")
     config = change(config, **RUNS[kind])
     train.train(config, ALONE)
-    train.train(change(config, train__steps=40), ALONE)
+    train.train(change(config, train__steps=24), ALONE)
     losses = list(metrics(config, "loss").values())
-    assert len(losses) == 40
+    assert len(losses) == 24
     assert losses[-1] < losses[0] - 0.5
     report = tmp_path / "report.json"
     words = ["--datasets", data, "--max-sequences", 8, "--json", report]
@@ -159,34 +159,3 @@ def test_flops_of_its_matrices_are_what_pytorch_counts(settings):
     # Contents attend in all blocks but the last one, queries in all.
     attention = 12 * 5 * config.n_embd
     assert flops_per_token(config, 16) - flops_per_token(config, 0) == 16 * attention
-
-
-@pytest.mark.parametrize(
-    "layers, width, length, ratio",
-    [
-        (2, 64, 64, 1.52),
-        (3, 64, 64, 1.66),
-        (4, 64, 64, 1.74),
-        (12, 768, 1024, 1.68),
-        (24, 1024, 1024, 1.84),
-    ],
-    ids=["2 layers", "3 layers", "4 layers", "Small", "Medium"],
-)
-def test_operations_beside_rotation_grow_with_depth(layers, width, length, ratio):
-    """The numbers of the results pages; the vocabularies are those of the runs."""
-    small = width == 64
-    operations = []
-    for target in ("mask_query", "rotary"):
-        config = ModelConfig(
-            vocab_size=320 if small else 50304,
-            block_size=length,
-            n_layer=layers,
-            n_head=4 if small else width // 64,
-            n_embd=width,
-            position="rotary",
-            target=target,
-            value_residual=True,
-        )
-        operations.append(flops_per_token(config, length))
-    mask_query, rotary = operations
-    assert mask_query / rotary == pytest.approx(ratio, abs=0.005)

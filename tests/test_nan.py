@@ -23,7 +23,7 @@ from aogpt.systems import build_model
 from aogpt.text_model import TextModel
 from aogpt.training import val_losses
 
-PLACES = 9  # of the predictions of the first pass; blocks have 16
+PLACES = 6  # of the predictions of the first pass; blocks have 16
 
 
 class NaNHead(nn.Module):

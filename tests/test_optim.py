@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import NoHostReads, change, tiny_config
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import SYSTEMS, make_system
 
@@ -57,6 +57,7 @@ def test_the_learning_rate_warms_up_linearly_then_falls_to_its_floor(kind):
     assert both["muon_lr"] == pytest.approx(3 * rates[17])
 
 
+@settings(max_examples=20)
 @given(steps=st.integers(1, 200), warmup=st.integers(0, 40))
 def test_wsd_is_constant_until_its_last_fifth_so_that_a_run_can_be_extended(
     steps, warmup

@@ -5,7 +5,6 @@ import shutil
 
 import parallel_jobs
 import pytest
-import torch
 from helpers import (
     assert_same,
     change,
@@ -82,25 +81,6 @@ def state(base, procs, tmp_path):
 
 def names(path):
     return sorted(file.name for file in path.iterdir())
-
-
-def test_a_checkpoint_holds_the_state_at_its_step(state, procs):
-    state, config = state
-    saver = Saver(config, procs, META, pytest.fail)
-    for p in state.model.parameters():
-        state.optimizers[0].state[p] = {
-            "step": torch.tensor(3.0),
-            "exp_avg": p.detach() / 2,
-            "exp_avg_sq": p.detach() / 4,
-        }
-    state.progress.step = 3
-    saver.save(state, None)
-    path = store.path_of(config.run_folder, 3)
-    assert saver.written == path
-    assert names(path.parent) == [path.name]
-    contents = read_checkpoint(path)
-    assert contents["step"] == 3
-    assert_same(contents["tensors"], parallel_jobs.full_state(state))
 
 
 def test_checkpoints_that_fail_on_any_process_are_named_and_cost_nothing_but_themselves(
