@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT, documents
+from helpers import ROOT
 
 SCRIPTS = ("train.py", "eval_ppl.py", "eval_gen.py", "sample.py")
 SIZES = (
@@ -290,42 +290,3 @@ def test_a_metric_is_a_function_and_a_row(project):
     (row,) = json.loads((project.folder / "gen.json").read_text())["rows"]
     runs = [sample["longest_run"] for sample in row["per_sample"]]
     assert row["longest_run"] == sum(runs) / len(runs) >= 1
-
-
-@pytest.mark.slow(reason="four processes")
-def test_a_format_of_files_is_a_reader_and_a_line(project):
-    """Subtitles: a document for each file, without the numbers and the times."""
-    project.edit(
-        "aogpt/data/sources.py",
-        "ROW_FILES: dict[str, Reader] = {\n",
-        "def read_subtitles(stream, name, read_row):\n"
-        '    """Yield the spoken lines of a file of subtitles as one document."""\n'
-        "    for text in read_whole(stream, name, read_row):\n"
-        '        blocks = text.strip().split("\\n\\n")\n'
-        '        yield "\\n".join(block.split("\\n", 2)[2] for block in blocks)\n'
-        "\n\n"
-        "ROW_FILES: dict[str, Reader] = {\n",
-    )
-    project.edit(
-        "aogpt/data/sources.py",
-        'TEXT_FILES: dict[str, Reader] = {".txt": read_whole, ',
-        "TEXT_FILES: dict[str, Reader] = {\n"
-        '    ".srt": read_subtitles,\n'
-        '    ".txt": read_whole,\n    ',
-    )
-    lines = [f"Line {number} of the film." for number in range(40)]
-    blocks = [
-        f"{number}\n00:00:{number:02},000 --> 00:00:{number + 1:02},000\n{line}\n"
-        for number, line in enumerate(lines)
-    ]
-    (project.folder / "film.srt").write_text("\n".join(blocks))
-    (project.folder / "short.srt").write_text("\n".join(blocks[:10]))
-    options = "--tokenizer bytes --out data/film".split()
-    files = "--source film.srt --val short.srt".split()
-    project.run("data/prepare.py", "text", *files, *options)
-    project.data = project.folder / "data" / "film"
-    assert documents(project.data, "train") == ["\n".join(lines)]
-    assert documents(project.data, "val") == ["\n".join(lines[:10])]
-    project.train("aogpt_small")
-    assert len(project.losses()) == 2
-    assert len(project.samples("--num-samples", 2)) == 2

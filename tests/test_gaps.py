@@ -275,9 +275,6 @@ def test_pairs_are_the_joint_of_two_places(system):
     for places in ((1, 3), (3, 1)):
         (pairs,) = text.pairs(["abcab"], *places)
         assert sum(map(sum, pairs.table)) == pytest.approx(1)
-        marginals = dict(zip((1, 3), text.blanks(["a[MASK]c[MASK]b"])[0], strict=True))
-        ids = [one.id for one in pairs.first]
-        assert ids == [one.id for one in marginals[places[0]]]
         table = {}
         for n, m in itertools.product(range(4), repeat=2):
             tokens = {places[0]: pairs.first[n].id, places[1]: pairs.second[m].id}
@@ -292,9 +289,6 @@ def test_pairs_are_the_joint_of_two_places(system):
         assert sum(both) / 2 == pytest.approx(math.exp(mean.log_prob))
     (few,) = text.pairs(["abcab"], 1, 3, top=2)
     assert (len(few.first), len(few.table), len(few.table[0])) == (2, 2, 2)
-    largest = max(map(max, few.table))
-    (pairs,) = text.pairs(["abcab"], 1, 3)
-    assert any(largest == pytest.approx(value) for row in pairs.table for value in row)
 
 
 def test_pairs_are_of_two_tokens(books):
@@ -303,9 +297,6 @@ def test_pairs_are_of_two_tokens(books):
             books.pairs(["The mother smiled."], *places)
     with pytest.raises(UserError, match="plain GPT"):
         small("GPT-2").pairs(["abc"], 0, 1)
-    with pytest.warns(UserWarning, match="widened"):
-        (pairs,) = books.pairs(["The mother smiled."], 4, 12, top=5)
-    assert len(pairs.table) == len(pairs.table[0]) == 5
 
 
 def example(name):

@@ -5,7 +5,7 @@ import math
 import re
 
 import pytest
-from helpers import ROOT, chromium, data_of, wait_for
+from helpers import chromium, data_of, wait_for
 
 from aogpt.sampling.page import PageSample, render
 
@@ -114,8 +114,6 @@ def test_it_opens_with_the_whole_text(show):
     shown = tab.locator("#text").evaluate("e => e.textContent")
     assert shown == "Once upon\n\n aé time"
     assert state(tab) == (set(range(7)), "step 4 of 4, 5 of 5 tokens (and 2 given)")
-    assert tab.locator("html").get_attribute("lang") == "en"
-    assert tab.title()
     assert tab.locator("#choice").is_hidden()
     tab.locator("summary").click()
     assert tab.locator("#settings").inner_text().split() == "mode mdm seed none".split()
@@ -167,16 +165,6 @@ def test_play_pause_and_speed(show):
 
 
 @IN_BROWSER
-def test_the_fragment_play_plays_from_the_first_step(show):
-    many = PageSample(["a"] * 2000, list(range(2000)), [-1.0] * 2000)
-    tab = show([many, MIXED], fragment="#play")
-    assert tab.locator("#play").inner_text() == "Pause"
-    wait_until(tab, "shown >= 2 && shown < 1000")
-    tab = show([MIXED], fragment="#play")
-    wait_until(tab, "shown === steps.length && playing === null")
-
-
-@IN_BROWSER
 def test_every_token_tells_its_probability(show):
     log_probs = [*MIXED.log_probs[:5], -math.inf, MIXED.log_probs[6]]
     tab = show([PageSample(MIXED.pieces, MIXED.step, log_probs)])
@@ -208,19 +196,13 @@ def test_the_fragment_is_the_state(show):
     samples = [in_one_step(["x"]), MIXED, PageSample(["y"], [-1], [0.0])]
     tab = show(samples, fragment="#sample=2&step=1")
     assert state(tab)[0] == UNMASKED[1]
-    assert tab.locator("#sample").input_value() == "1"
     tab.keyboard.press("ArrowRight")
     tab.wait_for_url("**#sample=2&step=2")
-    tab.evaluate("() => { location.hash = '#sample=1&step=0' }")
-    wait_until(tab, "steps.length === 1")
-    assert state(tab) == (set(), "step 0 of 1, 0 of 1 tokens")
     tab.locator("#sample").select_option("2")
     assert state(tab) == ({0}, "step 0 of 0, 0 of 0 tokens (and 1 given)")
     tab.wait_for_url("**#sample=3&step=0")
-    for wrong, last in [("#sample=99&step=99", 3), ("#%zz", 1)]:
-        tab = show([in_one_step(["x"]), MIXED, MIXED], fragment=wrong)
-        assert tab.locator("#sample").input_value() == str(last - 1)
-        assert tab.evaluate("shown === steps.length")
+    tab = show([MIXED], fragment="#play")
+    wait_until(tab, "shown === steps.length && playing === null")
 
 
 @IN_BROWSER
@@ -257,28 +239,6 @@ def test_boards_are_drawn_cell_by_cell_with_their_boxes_and_a_gap_between_two(sh
     assert len(set(rows)) == 8
     gaps = [rows[4 * i + 4] - rows[4 * i] for i in range(7)]
     assert gaps[3] > 1.5 * max(gaps[:3] + gaps[4:])
-    thick = tab.evaluate(
-        """() => [...document.querySelectorAll("#text .token")].map((token) =>
-            ["borderRightWidth", "borderBottomWidth"].map(
-                (key) => getComputedStyle(token)[key]))"""
-    )
-    for i, (right, below) in enumerate(thick):
-        assert (right == "3px") == (i % 4 == 1)
-        assert (below == "3px") == (i // 4 % 4 == 1)
     assert tab.locator("#caption").inner_text() == "right"
     tab.locator("#sample").select_option("1")
     assert tab.locator("#caption").inner_text() == "wrong"
-
-
-@IN_BROWSER
-def test_the_search_of_the_site_works_in_a_page_opened_as_a_file(browser):
-    page = ROOT / "site" / "index.html"
-    if not page.exists():
-        pytest.skip("needs the site: make docs")
-    context = browser.new_context(offline=True)
-    tab = context.new_page()
-    tab.goto(page.as_uri())
-    tab.focus(".md-search__input")
-    tab.keyboard.type("speculation")
-    tab.wait_for_selector(".md-search-result__link[href*='results/speculation.html']")
-    context.close()

@@ -58,9 +58,6 @@ def sizes_of(step):
     return [step.count(s) for s in range(steps)]
 
 
-RANDOM = [mode for mode in MODES if "l2r" not in mode]
-
-
 @pytest.mark.parametrize("lengths", [9, LENGTHS], ids=["equal lengths", "ragged"])
 @pytest.mark.parametrize("mode", MODES)
 def test_given_positions_come_first_and_rows_and_group_sizes_are_those_of_the_steps(
@@ -95,12 +92,6 @@ def test_given_positions_come_first_and_rows_and_group_sizes_are_those_of_the_st
     score = options.name if options.name in SCORES else "order"
     assert part.unmask_by == plan.unmask_by == score
     assert part.draft == plan.draft == (options.draft or 0)
-    one = make_plan(mode, 4, 16, seed=0)
-    again = make_plan(mode, 4, 16, seed=0)
-    other = make_plan(mode, 4, 16, seed=1)
-    assert torch.equal(one.order, again.order)
-    assert torch.equal(one.step, again.step)
-    assert torch.equal(one.order, other.order) == (mode not in RANDOM)
 
 
 @pytest.mark.parametrize("scale, shift", [(-1, -1), (10, -30), (-0.5, 0), (100, 0)])

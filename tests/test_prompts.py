@@ -42,7 +42,7 @@ from aogpt.evaluation.likelihood import token_nll
 from aogpt.objectives import ObjectiveConfig, evaluation_masks, masks_at
 from aogpt.orders import OrderConfig, Roles, orders_at
 from aogpt.runtime.errors import UserError
-from aogpt.runtime.randomness import ORDERS, SCORED_ORDERS
+from aogpt.runtime.randomness import SCORED_ORDERS
 from aogpt.scoring import group_starts, masked_log_probs, token_log_probs
 from aogpt.training.batches import make_batch, roles_of
 from aogpt.training.config import Config, TrainConfig
@@ -210,24 +210,17 @@ SYSTEMS = ["AO-GPT", "target rotary", "two_stream", "sigma-GPT"]
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_the_loss_of_a_decoder_is_the_mean_over_the_predicted_tokens_of_a_batch(system):
     """Whatever stands at absent positions, and however the batch is cut into
-    micro-batches. 1e-12: float64 sums of ten terms; 1e-6 where the weights of the loss
-    are float32."""
+    micro-batches. 1e-6: the weights of the loss are float32."""
     model = make_system(system)
     config = config_of(system)
     tokens = random_tokens(TOKENS, batch_size=4, length=6, seed=0)
     roles = Roles.of(ROLES)
 
-    def direct(stream):
-        order = roles.first_given(
-            orders_at(
-                config.order, seed=3, step=5, rows=range(4), length=6, stream=stream
-            )
-        )
-        total = 0.0
-        for row, own, its_order in rows_of(tokens, order):
-            scored = roles.predicted[row].gather(0, its_order[0])
-            total -= (token_log_probs(model, own, its_order)[0] * scored).sum().item()
-        return total
+    order = roles.first_given(orders_at(config.order, 3, 5, range(4), 6))
+    expected = 0.0
+    for row, own, its_order in rows_of(tokens, order):
+        scored = roles.predicted[row].gather(0, its_order[0])
+        expected -= (token_log_probs(model, own, its_order)[0] * scored).sum().item()
 
     losses = []
     for row in range(4):  # micro-batches of one
@@ -236,18 +229,16 @@ def test_the_loss_of_a_decoder_is_the_mean_over_the_predicted_tokens_of_a_batch(
         junk = torch.where(roles.predicted | roles.given, tokens, 1)[row : row + 1]
         batch = make_batch(junk, config, 5, range(row, row + 1), one, mean)
         losses.append(config.objective.definition.loss(model, batch, config.objective))
-    assert torch.stack(losses).mean().item() == pytest.approx(
-        direct(ORDERS) / 15, abs=1e-6
-    )
-    nll = token_nll(
-        model, tokens, config.order, seed=3, draw=5, rows=range(4), total=4, roles=roles
-    )
-    assert torch.equal(nll.scored, roles.predicted)
-    assert nll.values.sum().item() == pytest.approx(direct(SCORED_ORDERS), abs=1e-12)
+    assert torch.stack(losses).mean().item() == pytest.approx(expected / 15, abs=1e-6)
 
 
-@pytest.mark.parametrize("group", [2, 4])
-@pytest.mark.parametrize("system", ["AO-GPT", "two_stream", "RADD", "SEDD"])
+@pytest.mark.parametrize(
+    "system, group",
+    [
+        *itertools.product(["AO-GPT", "two_stream"], [1, 2, 4]),
+        *itertools.product(["RADD", "SEDD"], [2, 4]),
+    ],
+)
 def test_groups_begin_after_what_is_given(system, group):
     """Against each record alone, cut by hand: 1e-12, float64."""
     model = make_system(system)
@@ -265,6 +256,7 @@ def test_groups_begin_after_what_is_given(system, group):
         group=group,
         roles=roles,
     )
+    assert torch.equal(nll.scored, roles.predicted)
     order = roles.first_given(
         orders_at(orders, seed=3, step=0, rows=range(4), length=6, stream=SCORED_ORDERS)
     )

@@ -3,11 +3,11 @@ weights."""
 
 import copy
 import dataclasses
-import itertools
 import json
 import os
 import re
 import shutil
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -21,13 +21,12 @@ from helpers import (
     make_data,
     metrics,
     newest,
-    some_slow,
     tiny_config,
 )
 from reference import TOKENS, make_system, random_tokens
 
 import train
-from aogpt.checkpoints import CheckpointError, store
+from aogpt.checkpoints import CheckpointError, load, store
 from aogpt.data.loader import TokenDataset
 from aogpt.model import ModelConfig
 from aogpt.orders import OrderConfig
@@ -36,63 +35,39 @@ from aogpt.systems import build_model
 from aogpt.training import config as configuration
 from aogpt.training.checkpoint import check_same_run, known_best
 from aogpt.training.config import StageConfig
+from aogpt.training.initial_weights import check_same_tokenizer
 from aogpt.training.warm_start import warm_start
-from convert import convert
 
 REFUSED = "cannot change"
 FREE = ""
 ANEW = "best .* will be chosen again"
-# What a run says of another value of each key beside the value.
+# What a run says of another value of a key beside the value, where it says more.
 KEYS = {
-    "name": ("other", FREE),
-    "out": ("elsewhere", FREE),
     "seed": (8, ANEW),
-    "model": (None, REFUSED),
     "model.dropout": (0.0, FREE),
     "order.kind": ("random", FREE),
-    "order.l2r_prob": (0.5, FREE),
-    "order.block": (5, FREE),
-    "order.seed": (5, FREE),
-    "order.share": (0.7, FREE),
-    "order.file": ("x.npy", FREE),
-    "order.mixed": ("r2l", FREE),
     "objective.kind": ("groupwise", ANEW),
-    "objective.group": (2, FREE),
-    "objective.prefix_prob": (0.5, FREE),
     "schedule": ((StageConfig(2, "random_blockwise"),), ANEW),
     "data.folder": (None, f"split train .*split val .*{ANEW}"),
-    "data.max_tokens": (800, FREE),
     "data.end": ("given", REFUSED),
-    "optim.lr": (1e-4, FREE),
-    "optim.min_lr_ratio": (0.5, FREE),
-    "optim.schedule": ("linear", FREE),
-    "optim.warmup_steps": (20, FREE),
-    **{f"optim.{key}": (0.5, FREE) for key in ("beta1", "beta2", "ema_decay")},
-    **{f"optim.{key}": (0.5, FREE) for key in ("weight_decay", "muon_lr")},
     "optim.kind": ("muon", REFUSED),
-    "train.steps": (80, FREE),
-    **{f"train.{key}": (0.5, FREE) for key in ("epochs", "minutes")},
-    "train.batch_size": (16, FREE),
-    "train.micro_batch_size": (2, FREE),
-    "train.dtype": ("bfloat16", FREE),
-    "train.init_from": ("x", FREE),
-    "train.activation_checkpointing": ("block", FREE),
-    **{f"train.{key}": (True, FREE) for key in ("compile", "deterministic")},
-    "train.device": ("auto", FREE),
-    "train.parallel": ("fsdp", FREE),
-    **{f"train.{key}": (77, FREE) for key in ("timeout", "log_interval")},
-    "eval.interval": (3, FREE),
-    **{f"eval.{key}": (9, ANEW) for key in ("sequences", "draws")},
-    **{f"checkpoint.{key}": (3, FREE) for key in ("interval", "keep")},
-    "wandb.mode": ("offline", FREE),
+    "eval.sequences": (9, ANEW),
+    "eval.draws": (9, ANEW),
 }
-MODEL = {
-    "vocab_size": 384,
-    "target": "input",
-    "n_layer": 3,
-    "block_size": 8,
-    "gelu": "tanh",
-}
+MODEL = {"target": "input", "gelu": "tanh"}
+
+
+def another(key, value):
+    """Return another value of a key, and what a run says of it."""
+    if key in KEYS:
+        return KEYS[key]
+    expected = REFUSED if key.startswith("model.") else FREE
+    name = key.partition(".")[2]
+    if isinstance(value, bool):
+        return not value, expected
+    if isinstance(value, int | float):
+        return value + 1, expected
+    return MODEL.get(name, "another"), expected
 
 
 def all_keys():
@@ -104,17 +79,18 @@ def all_keys():
 
 @pytest.fixture(scope="module")
 def finished(data, tmp_path_factory):
-    config = tiny_config(data, tmp_path_factory.mktemp("finished"), checkpoint__keep=99)
+    config = tiny_config(data, tmp_path_factory.mktemp("finished"), steps=20)
     train.train(config, ALONE)
     return config, store.read_values(store.path_of(config.run_folder, 20))
 
 
 @pytest.mark.parametrize("key", list(all_keys()))
 def test_every_changed_key_is_printed_or_refused(finished, tmp_path, key):
-    """A new key needs a row in KEYS and in the table of docs/training.md."""
+    """A new key needs a row in the table of docs/training.md."""
     config, values = finished
-    table = key.partition(".")[0]
-    value, expected = KEYS[key] if key in KEYS else KEYS[table]
+    table, _, name = key.partition(".")
+    owner = getattr(config, table) if name else config
+    value, expected = another(key, getattr(owner, name or key))
     values = json.loads(json.dumps(values))
     said = []
     meta = values["data"]
@@ -123,11 +99,9 @@ def test_every_changed_key_is_printed_or_refused(finished, tmp_path, key):
         other = make_data(tmp_path, words=3000, seed=1)
         value = str(other)
         meta = json.loads((other / "meta.json").read_text())
-    if table == "model" and key != "model.dropout":
-        value = MODEL.get(key.partition(".")[2], "another")
     # past the checks of whole configurations
-    target = getattr(now, table) if "." in key else now
-    object.__setattr__(target, key.partition(".")[2] or key, value)
+    owner = getattr(now, table) if name else now
+    object.__setattr__(owner, name or key, value)
     documented = (
         (ROOT / "docs" / "training.md").read_text().partition("## A changed setting")[2]
     )
@@ -334,63 +308,45 @@ def test_a_plain_gpt_starts_a_decoder_that_computes_it_left_to_right(
         assert model(tokens, order.flip(1)).isfinite().all()
 
 
-TOKENIZERS = [  # ours, theirs, what is said; None: it starts
-    ({"tokenizer": "words"}, {}, None),  # another name of the same vocabulary
-    (
-        {"tokenizer": "words", "tokenizer_sha256": None},
-        {},
-        "tokenizer is 'bytes', that of .* is 'words'; prepare",
-    ),
-    (
-        {"tokenizer_sha256": "b"},
-        {"tokenizer_sha256": "a"},
-        "sha256 is 'a', that of .* is 'b'",
-    ),
-    # of an older version
-    ({"tokenizer_sha256": "b"}, {"tokenizer_sha256": None}, None),
-    ({"vocab_size": 258}, {}, "its vocab_size is 257, that of .* is 258"),
-]
-
-
 @pytest.mark.parametrize(
-    "origin, number",
-    some_slow(
-        itertools.product(["started", "resumed", "exported"], range(len(TOKENIZERS))),
-        lambda origin, number: origin == "started" or number == 1,
-        "the same comparison",
-    ),
+    "theirs, ours, words",
+    [
+        # another name of the same vocabulary
+        ({}, {"tokenizer": "words"}, None),
+        (
+            {},
+            {"tokenizer": "words", "tokenizer_sha256": None},
+            "tokenizer is 'bytes', that of .* is 'words'; prepare",
+        ),
+        (
+            {"tokenizer_sha256": "a"},
+            {"tokenizer_sha256": "b"},
+            "sha256 is 'a', that of .* is 'b'",
+        ),
+        # of an older version
+        ({"tokenizer_sha256": None}, {"tokenizer_sha256": "b"}, None),
+        ({}, {"vocab_size": 258}, "its vocab_size is 257, that of .* is 258"),
+    ],
 )
 def test_another_tokenizer_is_refused_by_name_vocabulary_and_size(
-    data, tmp_path, origin, number
+    run, data, theirs, ours, words
 ):
-    ours, theirs, words = TOKENIZERS[number]
-    folders = []
-    for name, changes in (("theirs", theirs), ("ours", ours)):
-        folders.append(shutil.copytree(data, tmp_path / name))
-        meta = json.loads((data / "meta.json").read_text()) | changes
-        meta = {
-            key: value
-            for key, value in meta.items()
-            if value is not None or key not in changes
-        }
-        (folders[-1] / "meta.json").write_text(json.dumps(meta))
-    config = tiny_config(folders[0], tmp_path / "out", steps=5)
-    train.train(config, ALONE)
-    source = str(config.run_folder)
-    if origin == "exported":
-        convert(source, tmp_path / "export")
-        source = str(tmp_path / "export")
-    config = change(config, data__folder=str(folders[1]), train__steps=6)
-    if origin != "resumed":
-        config = change(
-            config, name="new", train__init_from=source, model__block_size=8
-        )
-    if words is None:
-        assert train.train(config, ALONE) == 0
-        return
-    if origin == "resumed":
-        words = "data.tokenizer = .*which cannot change"
-    with pytest.raises(UserError, match=words):
+    source = load(run)
+    for key, value in theirs.items():
+        object.__setattr__(source, key, value)
+    meta = json.loads((data / "meta.json").read_text()) | ours
+    expected = pytest.raises(UserError, match=words) if words else nullcontext()
+    with expected:
+        check_same_tokenizer(tiny_config(data, ""), source, meta)
+
+
+def test_no_run_starts_from_a_model_of_another_tokenizer(run, data, tmp_path):
+    folder = shutil.copytree(data, tmp_path / "data")
+    meta = json.loads((data / "meta.json").read_text()) | {"tokenizer": "words"}
+    del meta["tokenizer_sha256"]
+    (folder / "meta.json").write_text(json.dumps(meta))
+    config = tiny_config(folder, tmp_path, train__init_from=str(run))
+    with pytest.raises(UserError, match="cannot start from .*: its tokenizer is"):
         train.train(config, ALONE)
 
 
