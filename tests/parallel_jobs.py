@@ -20,9 +20,7 @@ import torch
 import torch._dynamo  # which optimizers import: before the fork
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -33,7 +31,6 @@ from aogpt.data.loader import TokenDataset
 from aogpt.runtime.processes import processes
 from aogpt.training import checkpoint as states
 from aogpt.training import config as configuration
-from aogpt.training import muon
 from aogpt.training.checkpoint import Saver, StopRequest
 
 
@@ -104,53 +101,6 @@ def steps(config, procs):
     with patched_replicate, patched_update, count:
         train.training_loop(config, procs, state, data, None, StopRequest(procs))
     return rows
-
-
-SHAPES = [
-    (12, 4, [6, 3, 3]),
-    (4, 4, [4]),
-    (5, 8, [5]),
-    (3, 7, [3]),
-    (8, 2, [8]),
-]  # rows of parts
-
-
-def orthogonal(config, procs):
-    """What Muon makes of 1, 3 and all of some matrices: one process works on each, all
-    get it."""
-    generator = torch.Generator().manual_seed(3)
-    matrices = [
-        torch.randn(rows, columns, generator=generator) for rows, columns, _ in SHAPES
-    ]
-    sizes = [sizes for *_, sizes in SHAPES]
-    if config.train.parallel == "fsdp":
-        mesh = init_device_mesh("cpu", (procs.world_size,))
-        matrices = [distribute_tensor(m, mesh, [Shard(0)]) for m in matrices]
-    results = []
-    for count in (1, 3, len(SHAPES)):
-        own = mock.Mock(wraps=muon.orthogonalise)
-        with mock.patch.object(muon, "orthogonalise", own):
-            make = muon.orthogonalise
-            if torch.distributed.is_initialized():
-                make = muon.orthogonal_updates
-            updates = make(matrices[:count], sizes[:count])
-        counts = procs.gather(sum(len(call.args[0]) for call in own.call_args_list))
-        assert sum(counts) == count
-        if config.train.parallel == "fsdp":
-            updates = [
-                DTensor.from_local(
-                    update,
-                    device_mesh=mesh,
-                    placements=[Shard(0)],
-                    shape=matrix.shape,
-                    stride=matrix.stride(),
-                ).full_tensor()
-                for matrix, update in zip(matrices, updates, strict=False)
-            ]
-        for theirs in procs.gather(updates) or []:
-            assert all(map(torch.equal, theirs, updates))
-        results.append(updates)
-    return results
 
 
 class Reductions(TorchDispatchMode):

@@ -52,8 +52,8 @@ MOVES = [  # a checkpoint of one file, or of 1, 2 and 4 processes; to fewer and 
     (("fsdp", 2), ("fsdp", 4)),
     (("fsdp", 4), ("ddp", 1)),
 ]
-STEPS = 8
-MOVED = 5
+STEPS = 6
+MOVED = 4
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def undisturbed(data, tmp_path_factory):
     are no multiple of the processes."""
     out = tmp_path_factory.mktemp("everywhere")
     base = tiny_config(data, out, steps=STEPS, model__dropout=0.0, model__n_layer=1)
-    base = change(base, train__micro_batch_size=2, eval__interval=4)
+    base = change(base, train__micro_batch_size=2, eval__interval=3)
     base = change(base, optim__kind="muon", model__position="rotary")
     base = change(base, checkpoint__keep=99, checkpoint__interval=MOVED)
     return {
@@ -91,13 +91,10 @@ def moved(moves, source, to):
 
 
 def runs_on(undisturbed, world):
-    """Jobs of the runs of this number of processes, and of Muon's matrices there."""
-    jobs = []
-    for (_, count), config in undisturbed.items():
-        if count == world:
-            orthogonal = change(config, name=f"orthogonal_{config.name}")
-            jobs += [("run", config), ("orthogonal", orthogonal)]
-    return jobs
+    """Return the jobs of the runs of this number of processes."""
+    return [
+        ("run", config) for (_, count), config in undisturbed.items() if count == world
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -180,17 +177,10 @@ def test_a_checkpoint_goes_on_bit_for_bit_on_any_number_of_processes(
 
 SYSTEMS = {  # changes of the model, objective, orders
     "left to right": ({"target": "none"}, "ar", "l2r"),
-    "input": ({"target": "input"}, "ao_ar", "random"),
     "adaln": ({"target": "adaln"}, "ao_ar", "mixture"),
     "tied head": ({"tied_head": True}, "ao_ar", "random"),
-    "shared": ({"target": "shared"}, "ao_ar", "random"),
     "per block": ({"target": "per_block"}, "ao_ar", "random"),
     "two streams": ({"target": "two_stream"}, "groupwise", "random"),
-    "encoder": (
-        {"target": "none", "attention": "full", "mask_token": 257},
-        "lambda_dce",
-        "random",
-    ),
     "score entropy": (
         {
             "target": "none",
@@ -234,7 +224,8 @@ def pairs(short, run):
     """{name: (a configuration for one process, one for two)} of runs that should
     agree."""
     alone = {name: system(short, name) for name in SYSTEMS}
-    alone["muon"] = change(short, name="muon", optim__kind="muon")
+    # a matrix of 33 rows, which two processes cannot share evenly
+    alone["muon"] = change(short, name="muon", optim__kind="muon", model__mlp_width=33)
     alone["started"] = change(short, name="started", train__init_from=str(run))
     pairs = {}
     # Activation checkpointing changes nothing, either: every kind has its turn.
@@ -262,23 +253,6 @@ def test_every_system_takes_the_same_steps_on_two_processes_as_alone(
     assert expected[0, 0] != expected[3, 0]
     torch.testing.assert_close(ours[:, 0], expected[:, 0], rtol=0, atol=1e-5)
     torch.testing.assert_close(ours[:, 1], expected[:, 1], rtol=1e-4, atol=0)
-
-
-@pytest.mark.parametrize(
-    "kind, world", places(itertools.product(("ddp", "fsdp"), (2, 4)))
-)
-def test_every_matrix_is_made_orthogonal_by_one_owner_and_all_get_the_result(
-    request, short, undisturbed, kind, world
-):
-    """Shapes that leave some processes without rows. 1e-4: float32 through five
-    iterations of products of numbers up to 5."""
-    request.getfixturevalue("on_four" if world == 4 else "everywhere")
-    place = undisturbed[kind, world]
-    ours = result("orthogonal", change(place, name=f"orthogonal_{kind}_{world}"))
-    expected = parallel_jobs.orthogonal(change(short, train__parallel="ddp"), ALONE)
-    for several, alone in zip(ours, expected, strict=True):
-        for a, b in zip(several, alone, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind, groups", [("ddp", 1), ("fsdp", 3)])
@@ -312,7 +286,7 @@ def test_compiled_shards_have_the_losses_of_eager_ones_and_compile_once(short):
     assert len(ours) == 4
 
 
-@pytest.mark.parametrize("name", ["adaln", "two streams", "per block", "encoder"])
+@pytest.mark.parametrize("name", ["adaln", "two streams", "per block", "score entropy"])
 def test_activation_checkpointing_changes_no_gradient(short, name):
     config = system(short, name, model__dropout=0.3)
     dataset = TokenDataset(config.data.folder, "train", 16)
@@ -334,24 +308,6 @@ def test_activation_checkpointing_changes_no_gradient(short, name):
     assert any(g.abs().sum() > 0 for g in expected.values())
     # the same operations on the same numbers, summed in the same order
     torch.testing.assert_close(recomputed, expected, rtol=1e-12, atol=1e-15)
-
-
-def test_what_is_computed_again_can_be_compiled(short):
-    """The graphs that torch.compile makes, without a compiler."""
-    config = system(short, "adaln", model__dropout=0.0)
-    config = change(config, train__activation_checkpointing="block")
-    dataset = TokenDataset(config.data.folder, "train", 16)
-    batch = next(micro_batches(dataset, config, ALONE, 0))
-    model = parallel.build(config, ALONE).eval()
-    expected = config.objective.definition.loss(model, batch, config.objective)
-    torch._dynamo.reset()
-    for block in model.blocks:
-        block.compile(backend="aot_eager")
-    loss = config.objective.definition.loss(model, batch, config.objective)
-    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-6)
-    model.train()
-    config.objective.definition.loss(model, batch, config.objective).backward()
-    assert model.wte.weight.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
