@@ -59,21 +59,6 @@ def test_an_option_is_not_given_twice(mistake, run):
         assert message in mistake(module, *options)
 
 
-@pytest.mark.parametrize(
-    "module, fields",
-    [
-        (train, ["optim.lr"]),
-        (sample, ["top-p", "jsonl"]),
-        (eval_ppl, ["num-orders", "json"]),
-    ],
-    ids=["train", "sample", "eval_ppl"],
-)
-def test_help_shows_an_example_and_every_option(printed, module, fields):
-    shown = printed(module, "--help")
-    assert f"python {module.__name__}.py" in shown
-    assert all(f"--{name}" in shown for name in fields)
-
-
 @pytest.mark.parametrize("module", [sample, eval_ppl])
 def test_a_script_without_a_run_asks_for_one(mistake, tmp_path, data, module):
     options = ["--datasets", data] if module is eval_ppl else []

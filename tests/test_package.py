@@ -106,14 +106,6 @@ def test_the_installed_command_runs_from_another_folder(site, tmp_path):
     assert "The cat barked." in done.stdout
 
 
-def test_every_optional_import_has_an_extra():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    names = [line.split(">")[0].strip() for line in extras["eval"]]
-    assert "transformers" in names
-    assert "eval" in extras["all"][0]
-
-
 def test_a_model_from_a_hub_needs_no_extra():
     """Its tokenizer.json and its download: of `pip install .` and requirements.txt."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -112,12 +112,12 @@ def test_a_gpt_sums_to_one_with_what_does_not_end():
 @pytest.mark.parametrize("system", [*DECODERS, "RADD", "SEDD"])
 def test_samples_of_records_have_their_probabilities(system):
     text = of_records(system)
-    samples = text.generate([""], num_samples=1500, temperature=1.0, mode="l2r")
+    samples = text.generate([""], num_samples=600, temperature=1.0, mode="l2r")
     counts = collections.Counter(one.text for one in samples)
     assert counts.keys() <= set(STRINGS)
     scores = text.score(STRINGS, end=True)
-    expected = torch.tensor([1500 * math.exp(-one.nats) for one in scores])
-    expected = expected.double() * (1500 / expected.double().sum())
+    expected = torch.tensor([600 * math.exp(-one.nats) for one in scores])
+    expected = expected.double() * (600 / expected.double().sum())
     observed = torch.tensor([counts[string] for string in STRINGS])
     assert chi_square_p(observed, expected) > LEVEL
 
@@ -260,14 +260,12 @@ def run(tmp_path_factory):
     return config
 
 
-def test_of_a_thousand_samples_in_random_order_each_ends_once(
-    run, tmp_path, monkeypatch, capsys
-):
+def test_samples_in_random_order_end_once_each(run, tmp_path, monkeypatch, capsys):
     file = tmp_path / "s.jsonl"
-    options = ["--mode", "random", "--num-samples", 1000, "--jsonl", file]
+    options = ["--mode", "random", "--num-samples", 400, "--jsonl", file]
     run_main(sample, monkeypatch, capsys, run.run_folder, *options)
     rows = read_lines(file)
-    assert len(rows) == 1000
+    assert len(rows) == 400
     end = load(run.run_folder).record_end
     histogram = load_meta(run.data.folder)["splits"]["train"]["lengths"]
     for length, count in histogram.items():
@@ -277,10 +275,10 @@ def test_of_a_thousand_samples_in_random_order_each_ends_once(
     counts = torch.zeros(16)
     for row in rows:
         counts[row["length"]] += 1
-    expected = [1000 * math.exp(end.log_prob(n)) for n in range(16)]
+    expected = [400 * math.exp(end.log_prob(n)) for n in range(16)]
     assert chi_square_p(counts, torch.tensor(expected).double()) > LEVEL
     words = sum(row["text"] in WORDS for row in rows)
-    assert words > 500  # it has learned something
+    assert words > 200  # it has learned something
 
     def draw(*options):
         options = ["--overwrite", "--jsonl", file, *options]
