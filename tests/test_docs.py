@@ -18,6 +18,7 @@ import pytest
 import tyro
 from helpers import ROOT, prepared, shell_lines
 
+import convert
 import eval_ppl
 from aogpt import __main__ as commands
 from aogpt.data import prepare
@@ -327,8 +328,8 @@ LEFT_OUT = {
 
 
 def small_commands():
-    """Return the commands to run, in small: of those that differ in values alone the
-    first."""
+    """Return the commands to run, (script, arguments) in small: of those that differ in
+    values alone the first."""
     shortened = {}
     for words in COMMANDS:
         if words[0] not in ("python", "torchrun"):
@@ -356,20 +357,16 @@ def small_commands():
         kind = arguments[0] if script == "data/prepare.py" else ""
         text = arguments[1] if script.startswith("aogpt ") else ""
         key = script, *sorted(options), mode, kind, text
-        launcher = [] if script.endswith(".py") else ["-m"]
-        small = with_options(arguments, more)
-        shortened.setdefault(key, [*launcher, *script.split(), *small])
+        shortened.setdefault(key, (script, with_options(arguments, more)))
     return list(shortened.values())
 
 
 @pytest.mark.slow(reason="every command of the documentation")
-def test_commands_run(tmp_path):
-    """In a folder in which their files exist, each in a process of its own
-    (run_commands.py)."""
-    commands = small_commands()
-    used = {script_of(["python", *words])[0] for words in commands}
-    assert used == SMALL.keys()
-    assert len(commands) >= 30
+def test_commands_run(tmp_path, monkeypatch, script):
+    """In a folder in which their files exist, with MY.txt on the standard input."""
+    to_run = small_commands()
+    assert {name for name, _ in to_run} == SMALL.keys()
+    assert len(to_run) >= 30
     write = {name: tmp_path / name for name in USER_FILES}
     for path in write.values():
         text = "The old horse was tired, and so they gave him some water. " * 120
@@ -402,27 +399,26 @@ def test_commands_run(tmp_path):
         )
     for name in ("results", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
-    runs = {
-        word
-        for words in commands
-        for word in words
-        if re.match("RUN$|FOLDER$|out/", word)
-    }
-    for name in runs - {words[2] for words in commands if words[0] == "convert.py"}:
+    runs = set()
+    for _, arguments in to_run:
+        runs |= {word for word in arguments if re.match("RUN$|FOLDER$|out/", word)}
+    runs -= {arguments[1] for name, arguments in to_run if name == "convert.py"}
+    for name in runs:
         (tmp_path / name).symlink_to(ROOT / "results" / "books_model")
     for name in (*DATASETS, *(f"data/{name}" for name in MADE)):
         (tmp_path / name).symlink_to(data)
-    (tmp_path / "commands.json").write_text(json.dumps(commands))
-    runner = [sys.executable, ROOT / "tests" / "run_commands.py", "commands.json"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        runner, cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(results) == len(commands), done.stderr
-    failed = [r for r in results if r["status"] or "Traceback" in r["output"]]
-    assert not failed, json.dumps(failed, indent=1)
-    print(f"{len(results)} commands, {sum(r['seconds'] for r in results):.1f} s")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(convert, "main", lambda: tyro.cli(convert.convert), False)
+    stdin = os.dup(0)
+    try:
+        for name, arguments in to_run:
+            with open("MY.txt") as text:
+                os.dup2(text.fileno(), 0)
+            command = name.split()[1:]  # of aogpt
+            status, out, err = script(module_of(name), *command, *arguments)
+            assert status == 0, f"{name} {arguments}\n{out}\n{err}"
+    finally:
+        os.dup2(stdin, 0)
 
 
 RESULT = re.compile(r"^    python -m (aogpt .*?) +# (\S.*\d.*)$", re.M)
