@@ -97,9 +97,8 @@ CASES = {
     "width 24, grouped": (3, 20, 4, 2, 24, False, 1, 9),
     "width 64, hidden start": (4, 40, 2, 2, 64, True, 1, 5),
     "width 128, three queries a key": (2, 20, 3, 1, 128, False, 1, 9),
-    "splits": (3, 70, 6, 2, 16, False, 4, 12),
-    "splits, hidden start, width 20": (5, 60, 2, 2, 20, True, 2, 22),
-    "twenty queries a key": (2, 60, 20, 1, 16, True, 2, 22),
+    "splits, width 20, grouped": (3, 70, 6, 2, 20, False, 4, 12),
+    "twenty queries a key, splits": (2, 40, 20, 1, 16, True, 2, 12),
 }
 LIMITS = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
