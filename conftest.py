@@ -12,10 +12,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
-from helpers import ALONE, encoder_config, make_data, tiny_config
+from helpers import ALONE, make_data, of_system, tiny_config
 
 import train
-from aogpt.orders import OrderConfig
 from aogpt.runtime.command_line import run_script as run_main
 
 # Tiny tensors: one thread is faster, and the processes that tests start share two
@@ -87,14 +86,7 @@ def run(data, tmp_path_factory):
 @pytest.fixture(scope="session")
 def plain(run, data):
     """Return a run of a model that is not conditioned on its target position."""
-    config = tiny_config(
-        data,
-        run.parent,
-        "plain",
-        steps=6,
-        order=OrderConfig("l2r"),
-        model__target="none",
-    )
+    config = of_system(tiny_config(data, run.parent, "plain", steps=6), "plain GPT")
     train.train(config, ALONE)
     return config.run_folder
 
@@ -102,7 +94,7 @@ def plain(run, data):
 @pytest.fixture(scope="session")
 def encoder(run, data):
     """Return a run of a model with full attention."""
-    config = encoder_config(tiny_config(data, run.parent, "encoder", steps=6))
+    config = of_system(tiny_config(data, run.parent, "encoder", steps=6), "encoder")
     train.train(config, ALONE)
     return config.run_folder
 

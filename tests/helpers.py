@@ -200,6 +200,19 @@ def encoder_config(config):
     return replace(config, model=model, objective=objective, order=order)
 
 
+def of_system(config, system):
+    """Return the config of the same run of an AO-GPT, an "encoder", a "plain GPT" or of
+    "two streams"."""
+    if system == "encoder":
+        return encoder_config(config)
+    if system == "plain GPT":
+        return change(config, order=OrderConfig("l2r"), model__target="none")
+    if system == "two streams":
+        objective = ObjectiveConfig("groupwise", group=2)
+        return change(config, model__target="two_stream", objective=objective)
+    return config
+
+
 def write_config(config):
     """Write the config file of a run beside its folder; returns its path."""
     path = Path(config.out) / f"{config.name}.toml"

@@ -285,14 +285,6 @@ SIZES = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "cond_dim")
 REFUSED = [({name: 0}, rf"model\.{name} is 0.*at least 1") for name in SIZES]
 REFUSED += [
     *(({"dropout": p}, "model.dropout") for p in (-0.1, 1.0, float("nan"))),
-    (
-        {"n_embd": 10, "n_head": 4},
-        r"n_embd \(10\) must be a multiple of model\.n_head \(4\)",
-    ),
-    (
-        {"norm": "batch"},
-        "model.norm is 'batch', but it must be one of 'rmsnorm', 'layernorm'",
-    ),
     ({**ENCODER, "mask_token": None}, "mask_token is None; an encoder.*50257 for gpt2"),
     (
         {**ENCODER, "mask_token": 320},

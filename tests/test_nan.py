@@ -7,7 +7,7 @@ import json
 import math
 
 import pytest
-from helpers import ALONE, change, encoder_config, prepared, tiny_config, write_rows
+from helpers import ALONE, encoder_config, of_system, prepared, tiny_config, write_rows
 from torch import nn
 
 import eval_gen
@@ -17,7 +17,6 @@ from aogpt import checkpoints
 from aogpt.data.loader import TokenDataset
 from aogpt.evaluation import judges
 from aogpt.objectives import ObjectiveConfig
-from aogpt.orders import OrderConfig
 from aogpt.runtime.errors import UserError
 from aogpt.systems import build_model
 from aogpt.text_model import TextModel
@@ -75,24 +74,12 @@ def of_records(records, tmp_path_factory):
 
     @functools.cache
     def call(system):
-        config = config_of(system, records, out, system.replace(" ", "_"))
+        config = tiny_config(records, out, system.replace(" ", "_"), steps=6)
+        config = of_system(config, system)
         train.train(config, ALONE)
         return config.run_folder
 
     return call
-
-
-def config_of(system, data, out, name):
-    """Return the config of six steps of a system."""
-    config = tiny_config(data, out, name, steps=6)
-    if system == "encoder":
-        return encoder_config(config)
-    if system == "plain GPT":
-        return change(config, order=OrderConfig("l2r"), model__target="none")
-    if system == "two streams":
-        objective = ObjectiveConfig("groupwise", group=2)
-        return change(config, model__target="two_stream", objective=objective)
-    return config
 
 
 SYSTEMS = ["AO-GPT", "encoder", "plain GPT", "two streams"]
@@ -169,8 +156,8 @@ def test_a_nan_is_the_loss_or_an_error(
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_nan_is_the_validation_loss(system, kind, data, records, tmp_path):
     folder = {"text": data, "records": records}[kind]
-    config = config_of(system, folder, tmp_path, "run")
-    config = change(config, eval__sequences=2)
+    config = tiny_config(folder, tmp_path, steps=6, eval__sequences=2)
+    config = of_system(config, system)
     val_data = TokenDataset(folder, "val", config.model.block_size)
     model = build_model(config.model)
     model.eval()

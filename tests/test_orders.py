@@ -380,14 +380,6 @@ def test_philox_rows_are_windows_of_one_table(width):
             "length",
         ),
         (
-            lambda: parse_order("slots:size=2", "--order"),
-            "'size' is not a setting of slots; it has",
-        ),
-        (
-            lambda: parse_order("slots:block=x", "--order"),
-            "block is 'x', not of type int",
-        ),
-        (
             lambda: parse_order("slot", "--order"),
             "--order slot: order.kind is 'slot'.*'slots'",
         ),

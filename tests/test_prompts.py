@@ -7,15 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from helpers import (
-    ALONE,
-    change,
-    encoder_config,
-    metrics,
-    prepared,
-    tiny_config,
-    write_rows,
-)
+from helpers import ALONE, metrics, of_system, prepared, tiny_config, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import (
@@ -373,18 +365,11 @@ def questions(tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize("kind", ["decoder", "encoder", "gpt", "two_stream"])
+@pytest.mark.parametrize("system", ["AO-GPT", "encoder", "plain GPT", "two streams"])
 def test_every_system_trains_on_records_and_is_validated_on_what_is_predicted(
-    questions, tmp_path, kind, capsys
+    questions, tmp_path, system, capsys
 ):
-    config = tiny_config(questions, tmp_path, steps=6)
-    if kind == "encoder":
-        config = encoder_config(config)
-    elif kind == "gpt":
-        config = change(config, order=OrderConfig("l2r"), model__target="none")
-    elif kind == "two_stream":
-        objective = ObjectiveConfig("groupwise", group=2)
-        config = change(config, model__target="two_stream", objective=objective)
+    config = of_system(tiny_config(questions, tmp_path, steps=6), system)
     assert train.train(config, ALONE) == 0
     said = (
         f'sample.py {config.run_folder} --mode l2r --prompt "..." --until-end, or more'
@@ -395,7 +380,9 @@ def test_every_system_trains_on_records_and_is_validated_on_what_is_predicted(
     for step in range(6):  # counted are those that are predicted
         roles = dataset.roles(dataset.indices(7, step, range(8), 8))
         assert tokens[step + 1] - tokens.get(step, 0) == (roles == 0).sum()
-    losses = metrics(config, "val_loss_l2r" if kind == "gpt" else "val_loss_random")
+    losses = metrics(
+        config, "val_loss_l2r" if system == "plain GPT" else "val_loss_random"
+    )
     # 320 ids: an untrained model is near log 320 = 5.77 nats for each token that
     # counts, and 0 for the others would show.
     assert losses.keys() == {5, 6}
