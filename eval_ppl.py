@@ -184,8 +184,6 @@ def scorers_of(
             try:
                 scorer = scorer_of(name, orders[name], a, config)
             except UserError as error:
-                if a.other is None:
-                    raise
                 raise UserError(f"{run}: {error}") from None
             scorers[name].append(scorer)
     all_scorers = list(itertools.chain(*scorers.values()))

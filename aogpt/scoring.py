@@ -227,15 +227,13 @@ def at_least_float32(x: Tensor) -> Tensor:
 def check_tokens(model: Transformer, tokens: Tensor, companion: Tensor) -> None:
     """Raise UserError if tokens, and an order or a mask of them, do not fit the
     model."""
-    if tokens.shape != companion.shape or tokens.dim() != 2:
+    limit = model.config.block_size
+    is_batch = tokens.dim() == 2 and tokens.shape == companion.shape
+    if not is_batch or not 1 <= tokens.shape[1] <= limit:
         raise UserError(
             f"tokens {tuple(tokens.shape)} and {tuple(companion.shape)} must both be "
-            "(batch, length)"
+            f"(batch, length), the length 1 to {limit}"
         )
-    T = tokens.shape[1]
-    limit = model.config.block_size
-    if not 1 <= T <= limit:
-        raise UserError(f"{T} tokens a sequence; this model takes 1 to {limit}")
     V = model.config.vocab_size
     low = int(tokens.min())
     high = int(tokens.max())

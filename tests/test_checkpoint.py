@@ -300,9 +300,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(
         torch.save(contents, path, _use_new_zipfile_serialization=layout == "zip")
     (tmp_path / "config.json").write_text("{}")
     for given in (path, tmp_path):
-        with pytest.raises(
-            CheckpointError, match=r"bin cannot be read.* refused.* run code"
-        ):
+        with pytest.raises(CheckpointError, match=r"bin cannot be read.* can run code"):
             load(given)
     assert not target.exists()
     # the file is a real attack: a reader that trusts it runs it

@@ -301,7 +301,8 @@ def from_release(
             origin["tokenizer_sha256"] = tokenizer.sha256
             origin["vocab_size"] = tokenizer.vocab_size
     elif origin["system"] == "GPT-2" and file.with_name(VOCABULARY).is_file():
-        if not is_gpt2s_vocabulary(file.with_name(VOCABULARY)):
+        ids = read_json(file.with_name(VOCABULARY), dict[str, int], ADVICE)
+        if not is_gpt2s_vocabulary(ids):
             raise UserError(
                 f"its {VOCABULARY} is not GPT-2's, and it has no {HUB}: write one with "
                 "transformers, "

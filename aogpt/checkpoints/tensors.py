@@ -1,6 +1,5 @@
 """Tensors of files of weights, read one at a time; no code in a file is run."""
 
-import pickle
 import zipfile
 from collections import UserDict
 from collections.abc import Callable, Mapping
@@ -83,23 +82,17 @@ def read_file(path: Path) -> LazyTensors | dict:
             with zipfile.ZipFile(path) as archive:
                 damaged = archive.testzip()
             if damaged:
-                raise CheckpointError(
-                    f"{path} is damaged (checksum of {damaged}); get it again"
-                )
+                raise zipfile.BadZipFile(f"checksum of {damaged}")
         # weights_only: otherwise a pickle can call any function of Python
         contents = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except (OSError, CheckpointError):
+    except OSError:
         raise
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} cannot be read as a checkpoint: it is refused: a pickle of more "
-            f"than tensors and plain values can run code; {SUPPORTED}"
-        ) from error
     except Exception as error:  # torch raises many kinds for damaged and foreign files
         message = " ".join(str(error).split())[:100]
         raise CheckpointError(
-            f"{path} cannot be read as a checkpoint: truncated, or not a file of "
-            f"weights ({message}); {SUPPORTED}"
+            f"{path} cannot be read as a checkpoint: truncated, not a file of weights, "
+            f"or a pickle of more than tensors and plain values, which can run code "
+            f"({message}); {SUPPORTED}"
         ) from error
     if not isinstance(contents, dict):
         raise CheckpointError(

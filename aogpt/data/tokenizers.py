@@ -19,6 +19,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,9 +47,9 @@ ENDS = re.compile("</s>|<eos>|<.?end.?of.?(text|sentence).?>", re.IGNORECASE)
 SOURCE = "aogpt_source"
 MAX_IDS = 1 << 22  # of a tokenizer.json; each needs memory, also in a hole
 ENGLISH = Path(__file__).with_name("english.tiktoken")
-# The sha256 of GPT-2's vocabulary as a .tiktoken file (`Tokenizer.sha256`).
-GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-GPT2_SIZE = 50256  # ids of it, without end-of-text
+# The sha256 of GPT-2's ids and tokens, without end-of-text (`is_gpt2s_vocabulary`).
+GPT2_SHA256 = "4c9d30e24aa2b6a802cbe721e72c4ea9f4ac076781eafb0686f6ae4019f7f130"
+GPT2_END = 50256
 # How GPT-2 splits text into words, inside which pairs are merged.
 GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # A run of this many white-space characters is encoded by itself: the stack of
@@ -82,7 +83,10 @@ class Tokenizer:
     @functools.cached_property
     def file(self) -> bytes:
         """Return the vocabulary as a .tiktoken file, in the order of the ids."""
-        return vocabulary_file({i: token for token, i in self.ranks.items()})
+        lines = []
+        for token, i in sorted(self.ranks.items(), key=itemgetter(1)):
+            lines.append(b"%b %d\n" % (base64.b64encode(token), i))
+        return b"".join(lines)
 
     @functools.cached_property
     def sha256(self) -> str:
@@ -443,9 +447,7 @@ def _bytes_of_tokens(inner, ids: dict[str, int], file: bytes) -> list[bytes]:
     added = inner.get_added_tokens_decoder()
     decoder = json.loads(file).get("decoder")
     of_bytes = '"ByteLevel"' in json.dumps(decoder)
-    letters = {}
-    for byte, letter in enumerate(byte_letters()):
-        letters[letter] = byte
+    letters = {letter: byte for byte, letter in enumerate(byte_letters())}
     texts = [b""] * (max(ids.values()) + 1)
     for token, i in ids.items():
         byte = None
@@ -479,35 +481,16 @@ def is_gpt2s(tokenizer: HubTokenizer) -> bool:
     words = rules.get("pre_tokenizer") or {}
     if rules.get("normalizer") or words.get("type") != "ByteLevel":
         return False
-    if words.get("add_prefix_space") or tokenizer.eot != GPT2_SIZE:
+    if words.get("add_prefix_space") or tokenizer.eot != GPT2_END:
         return False
-    return _is_gpt2s_vocabulary(dict(enumerate(tokenizer.texts[:GPT2_SIZE])))
+    return is_gpt2s_vocabulary(tokenizer.inner.get_vocab(with_added_tokens=False))
 
 
-def is_gpt2s_vocabulary(path: Path) -> bool:
-    """Return whether a vocab.json, which older folders of GPT-2 have in place of a
-    tokenizer.json, is GPT-2's own. Raises FileError."""
-    ids = read_json(path, dict[str, int], "get it again")
-    ids.pop(END_OF_TEXT, None)
-    letters = {letter: byte for byte, letter in enumerate(byte_letters())}
-    if not letters.keys() >= set("".join(ids)):
-        return False
-    return _is_gpt2s_vocabulary(
-        {i: bytes(letters[letter] for letter in token) for token, i in ids.items()}
-    )
-
-
-def _is_gpt2s_vocabulary(tokens: dict[int, bytes]) -> bool:
-    return hashlib.sha256(vocabulary_file(tokens)).hexdigest() == GPT2_SHA256
-
-
-def vocabulary_file(tokens: Mapping[int, bytes]) -> bytes:
-    """Return a vocabulary as a .tiktoken file, in the order of the ids."""
-    lines = []
-    for i, token in sorted(tokens.items()):
-        coded = base64.b64encode(token)
-        lines.append(b"%b %d\n" % (coded, i))
-    return b"".join(lines)
+def is_gpt2s_vocabulary(ids: Mapping[str, int]) -> bool:
+    """Return whether ids by token, as tokenizer.json has them, or the vocab.json of
+    older folders, are GPT-2's own."""
+    pairs = sorted((i, token) for token, i in ids.items() if token != END_OF_TEXT)
+    return hashlib.sha256(json.dumps(pairs).encode()).hexdigest() == GPT2_SHA256
 
 
 def text_bytes(text: str) -> int:
