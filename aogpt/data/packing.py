@@ -99,11 +99,8 @@ def _place_to_split(text: str, fraction: float) -> int:
     first = max(0, place - round(NEAR * count))
     before = text[first : place + 1]
     for space in ("\n", r"\s"):
-        end = None
-        for match in re.finditer(rf"\S(?={space})", before):
-            end = match.end()
-        if end is not None:
-            return first + end
+        if match := re.match(rf".*\S(?={space})", before, re.DOTALL):
+            return first + match.end()
     return place
 
 

@@ -4,8 +4,10 @@ judge and by measures.
 To add a measure of a sample's token ids: a function and a row of `MEASURES` in
 text_measures.py. One that needs the text or the whole set: `score_samples`."""
 
+import contextlib
 import json
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -78,22 +80,12 @@ def _tokenizer_of(samples: list[Sample]) -> str | None:
         return None
     # gpt2 last, which may read its files from the network.
     for name in reversed(TOKENIZERS):
-        if all(_fits(name, sample) for sample in samples):
-            return name
+        # A vocabulary is not at hand, or has no such ids.
+        with contextlib.suppress(UserError):
+            decode = get_tokenizer(name).decode
+            if all(decode(sample["tokens"]) == sample["text"] for sample in samples):
+                return name
     return None
-
-
-def _fits(tokenizer: str, sample: Sample) -> bool:
-    """Return whether a tokenizer makes the sample's text from its tokens; not one whose
-    vocabulary is not at hand."""
-    try:
-        decoder = get_tokenizer(tokenizer)
-    except UserError:
-        return False
-    tokens = sample["tokens"]
-    if not all(0 <= token < decoder.vocab_size for token in tokens):
-        return False
-    return decoder.decode(tokens) == sample["text"]
 
 
 def score_samples(
@@ -120,8 +112,8 @@ def score_samples(
         result = _result(sample, tokens, nll, count)
         results.append(result)
 
-    results = _joined(procs.gather(results))
-    measured = _joined(procs.gather(measured))
+    results = list(chain(*procs.gather(results)))
+    measured = list(chain(*procs.gather(measured)))
     distinct_samples = {tuple(tokens) for tokens in measured}
     of_all = summary(results)
     if len(results) > 1 and len(distinct_samples) == 1:
@@ -168,11 +160,6 @@ def _result(sample: Sample, tokens: list[int], nll: float, count: int) -> dict:
         result[name] = measure.function(tokens)
     result["nfe"] = sample.get("nfe")
     return result
-
-
-def _joined(parts: list[list]) -> list:
-    """Return the lists of all processes as one."""
-    return [item for part in parts for item in part]
 
 
 def summary(results: list[dict]) -> dict:
