@@ -3,7 +3,7 @@ orders of the context. Two models, A and B, are compared on the same text, paire
 sequence.
 
     python eval_ppl.py out/quickstart --datasets stories
-    python eval_ppl.py A B --datasets stories my.txt
+    python eval_ppl.py A B --datasets stories data/own
     python eval_ppl.py RUN --datasets data/own --orders l2r fixed_blockwise:block=32
     torchrun --nproc_per_node=8 eval_ppl.py RUN --datasets wikitext103 ptb \\
         --orders l2r random --ensemble 1 8 64 --json FILE"""
@@ -21,8 +21,6 @@ import tyro
 from annotated_types import Interval
 
 from aogpt.checkpoints import load
-from aogpt.data.loader import Blocks, TokenDataset
-from aogpt.data.tokenizers import END_OF_TEXT, notes_on_special
 from aogpt.evaluation import likelihood
 from aogpt.evaluation.ensembles import MAX_DRAWS, MAX_MEMBERS
 from aogpt.evaluation.eval_sets import (
@@ -31,8 +29,6 @@ from aogpt.evaluation.eval_sets import (
     note_on_end,
     open_eval_set,
     open_split,
-    read_text,
-    text_blocks,
 )
 from aogpt.evaluation.likelihood import Scorer, Task
 from aogpt.evaluation.report import likelihood_lines
@@ -50,7 +46,6 @@ from aogpt.sampling.scores import RuleScore
 # What --orders can name: orders that are drawn, a mode in which the model chooses, or
 # None, SEDD's bound.
 Meaning = OrderConfig | PlanFunction | None
-Source = TokenDataset | str  # a prepared data set, or the text of a file
 
 NO_START = (
     "the first token of a block is not scored, except after a prompt: {} has no start "
@@ -67,9 +62,7 @@ class Arguments(RunOptions, ReportOptions, SplitOption):
     the same text, with a 95% interval and a p value, in blocks of the smaller block
     size."""
     datasets: tuple[str, ...] = ()
-    """Data sets that data/prepare.py wrote: names or folders. A .txt file or /dev/stdin
-    is scored as it is, as one document. No end-of-text is put after it;
-    "<|endoftext|>" in it is one, a token of no bytes."""
+    """Data sets that data/prepare.py wrote: names or folders."""
     orders: tuple[str, ...] | None = None
     """Orders to score.
     l2r: left to right.
@@ -144,24 +137,6 @@ def parse_orders(a: Arguments) -> dict[str, Meaning]:
         else:
             meanings[text] = parse_order(text, "--orders")
     return meanings
-
-
-def is_text_file(name: str) -> bool:
-    """Return whether this is a text to read, not the name of a prepared data set."""
-    return name == "/dev/stdin" or name.endswith(".txt")
-
-
-def read_sources(a: Arguments, procs: Processes) -> dict[str, Source]:
-    """Return the data sets and texts to score, by name. Raises UserError or OSError for
-    one that is missing or damaged."""
-    sources: dict[str, Source] = {}
-    for name in a.datasets:
-        if is_text_file(name):
-            source = procs.gather(procs.main and read_text(name))[0]
-        else:
-            source = open_split(name, a.split)
-        sources[Path(name).name] = source
-    return sources
 
 
 def scorers_of(
@@ -248,7 +223,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     outputs = check_arguments(a)
     dtype = pick_dtype(a.dtype, procs.device)
     orders = parse_orders(a)
-    sources = read_sources(a, procs)
+    datasets = [open_split(name, a.split) for name in a.datasets]
 
     # 2. The models, and what to score with each.
     models = []
@@ -266,15 +241,8 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     block_size = min(config.block_size for config in configs)
     scorers = scorers_of(a, orders, configs)
     eval_sets = []
-    source: Blocks | str
-    for name, source in sources.items():
-        if isinstance(source, str):
-            tokenizer = models[0].get_tokenizer()
-            special = tokenizer.count_special([source])
-            del special[END_OF_TEXT]  # which is a token here
-            notes += [f"{name}: {note}" for note in notes_on_special(special)]
-            source = text_blocks(name, source, models[0])
-        eval_set = open_eval_set(source, models[0], a.max_sequences, block_size)
+    for dataset in datasets:
+        eval_set = open_eval_set(dataset, models[0], a.max_sequences, block_size)
         eval_sets.append(eval_set)
         blocks = eval_set.dataset.block_size
         for scorer in itertools.chain(*scorers.values()):

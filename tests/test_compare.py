@@ -1,14 +1,13 @@
-"""eval_ppl.py A B, and text that is not prepared."""
+"""eval_ppl.py A B."""
 
 import json
 import math
-import os
 import shutil
 
 import numpy as np
 import pytest
 import torch
-from helpers import ALONE, LENGTH, assert_same, prepared, tiny_config, write_jsonl
+from helpers import ALONE, LENGTH, prepared, tiny_config, write_jsonl
 from scipy import stats
 from test_eval_ppl import by_name, direct, evaluate  # noqa: F401  (a fixture)
 
@@ -37,6 +36,12 @@ def longer(data, run):
     )
     train.train(config, ALONE)
     return config.run_folder
+
+
+def of_text(tmp_path, text):
+    """Return the folder of one text, prepared."""
+    file = write_jsonl(tmp_path / "a.jsonl", [text])
+    return prepared("text", tmp_path / f"text{len(text)}", file, split="test")
 
 
 @pytest.fixture
@@ -113,8 +118,7 @@ def test_a_model_does_not_differ_from_itself(compare, run, encoder, tmp_path):
             assert row["nll"]["difference"] == 0, row
             assert row["nll"]["half_width_95"] == 0, row
             assert row["p"] == 1, row
-    (tmp_path / "a.txt").write_text("the")
-    report = compare(run, run, "--orders l2r", datasets=[tmp_path / "a.txt"])
+    report = compare(run, run, "--orders l2r", datasets=[of_text(tmp_path, "the")])
     [one] = report["differences"]
     # one sequence tells nothing
     assert (one["nll"]["difference"], one["p"]) == (0, None)
@@ -125,10 +129,9 @@ def test_models_of_other_blocks_and_kinds(
 ):
     """In blocks of the shorter model; what both have in common; also shorter than a
     block."""
-    text = tmp_path / "my.txt"
-    text.write_text(SENTENCE)
-    report = compare(longer, run, "--orders l2r", datasets=[text])
-    tokens = torch.tensor([list(SENTENCE.encode())])
+    data = of_text(tmp_path, SENTENCE)
+    report = compare(longer, run, "--orders l2r", datasets=[data])
+    tokens = torch.tensor([[*SENTENCE.encode(), 256]])
     for result, path in zip(report["results"], (longer, run), strict=True):
         model = load_model(path)
         log_probs = []
@@ -137,18 +140,18 @@ def test_models_of_other_blocks_and_kinds(
             log_probs.append(token_log_probs(model, block, order).double())
         expected = -torch.cat(log_probs, dim=1).mean().item()
         assert result["nll"] == pytest.approx(expected, rel=1e-6)
-        bits = expected / math.log(2)
+        bits = expected / math.log(2) * 22 / 21  # end-of-text has no bytes
         assert result["bits_per_byte"] == pytest.approx(bits, rel=1e-6)
-        assert (result["sequences"], result["tokens"]) == (2, 21)
+        assert (result["sequences"], result["tokens"]) == (2, 22)
     for a, b, orders in ((longer, encoder, ["random"]), (run, plain, ["l2r"])):
         report = compare(a, b, "--max-sequences 3")
         assert [row["orders"] for row in report["differences"]] == orders
     [row] = compare(plain, encoder, "--max-sequences 3 --orders l2r")["differences"]
     assert row["nll"]["difference"] == pytest.approx(row["nll"]["a"] - row["nll"]["b"])
-    text.write_text("the")
-    [one] = compare(run, longer, "--orders l2r", datasets=[text])["differences"]
+    data = of_text(tmp_path, "the")
+    [one] = compare(run, longer, "--orders l2r", datasets=[data])["differences"]
     assert one["p"] is None
-    assert one["tokens"] == 3
+    assert one["tokens"] == 4
 
 
 def test_neither_scores_a_first_token_that_one_cannot(
@@ -171,43 +174,9 @@ def test_neither_scores_a_first_token_that_one_cannot(
         assert result["tokens"] == 5 * (LENGTH - 1)
 
 
-def test_a_text_is_scored_as_it_is_from_a_file_or_a_pipe(printed, run, raw, tmp_path):
-    text = tmp_path / "my.txt"
-    report = tmp_path / "r.json"
-    text.write_bytes(b"\xef\xbb\xbf" + f"{SENTENCE}\r\né".encode())
-    reading, writing = os.pipe()
-    os.write(writing, f"{SENTENCE}\né".encode())
-    os.close(writing)
-    stdin = os.dup(0)
-    try:
-        os.dup2(reading, 0)
-        words = ["--datasets", "/dev/stdin", text, "--json", report]
-        shown = printed(eval_ppl, run, raw, *words)
-    finally:
-        os.dup2(stdin, 0)
-    rows = json.loads(report.read_text())["differences"]
-    assert [(row["dataset"], row["orders"]) for row in rows] == [
-        ("stdin", "l2r"),
-        ("stdin", "random"),
-        ("my.txt", "l2r"),
-        ("my.txt", "random"),
-    ]
-    for row in rows:
-        row["dataset"] = ""
-    for row in rows:
-        first = rows[0] if row["orders"] == "l2r" else rows[1]
-        assert_same(row, first)
-    assert rows[0]["tokens"] == rows[0]["data"]["tokens"] == 24
-    assert shown.count("left to right") == 2
-    assert "A: " in shown
-    assert "B: " in shown
-
-
 def test_what_cannot_be_compared_or_scored_is_told(
     script, run, raw, plain, encoder, data, tmp_path
 ):
-    for name, content in (("empty.txt", b""), ("latin.txt", b"\xe9 \xff")):
-        (tmp_path / name).write_bytes(content)
     other = shutil.copytree(raw, tmp_path / "other")
     settings = json.loads((raw / "config.json").read_text())
     settings["tokenizer"] = "gpt2"
@@ -229,16 +198,8 @@ def test_what_cannot_be_compared_or_scored_is_told(
             "leave out --ensemble or --bound",
         ),
         ([run, raw], "give RUN first, then --datasets"),
-        (
-            [run, "--datasets", tmp_path / "empty.txt"],
-            "empty.txt has 0 tokens, of which none can be scored: give a longer text",
-        ),
-        ([run, "--datasets", tmp_path / "latin.txt"], "latin.txt: not UTF-8"),
-        (
-            [run, "--datasets", tmp_path / "none.txt"],
-            "No such file or directory: '" + str(tmp_path / "none.txt"),
-        ),
-        ([run, "--datasets", "a/x.txt", "b/x.txt"], "two texts are called 'x.txt'"),
+        ([run, "--datasets", "my.txt"], "prepare.py text --source FILE"),
+        ([run, "--datasets", "a/x", "b/x"], "two texts are called 'x'"),
     ):
         status, out, err = script(eval_ppl, *words)
         assert status == 2 and not out and message in " ".join(err.split()), err

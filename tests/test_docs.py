@@ -252,11 +252,7 @@ def test_a_command_parses(words, parse, monkeypatch, tmp_path):
     got = parse(script, arguments)
     if script == "eval_ppl.py":
         eval_ppl.check_arguments(got)
-        names = {
-            name
-            for name in got.datasets
-            if "/" not in name and not name.endswith(".txt")
-        }
+        names = {name for name in got.datasets if "/" not in name}
         assert names <= set(DATASETS)
     if script == "sample.py":
         assert got.decoding
@@ -295,14 +291,7 @@ SMALL = {
         "2 --model.block_size 32 --optim.warmup_steps 1 --eval.sequences 2"
     ).split(),
 }
-USER_FILES = (
-    "MY.txt",
-    "my.txt",
-    "wiki.test.raw",
-    "MORE.jsonl",
-    "MY.jsonl",
-    "samples.jsonl",
-)
+USER_FILES = ("MY.txt", "wiki.test.raw", "MORE.jsonl", "MY.jsonl", "samples.jsonl")
 LEFT_OUT = {
     "transformers": "no run of a Llama at hand",
     "ENCODER": "no encoder at hand",

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import shutil
 from types import SimpleNamespace
 
@@ -19,6 +18,7 @@ from helpers import (
     prepared,
     tiny_config,
     torchrun,
+    write_jsonl,
     write_rows,
 )
 from reference import logits_given, order_through
@@ -29,12 +29,10 @@ import train
 from aogpt.checkpoints import load_model, store
 from aogpt.data.loader import TokenDataset, read_tokens, spread
 from aogpt.evaluation import likelihood
-from aogpt.evaluation.eval_sets import read_text
 from aogpt.evaluation.likelihood import BatchRunner, Task, token_score_entropy
 from aogpt.evaluation.report import monte_carlo
 from aogpt.objectives import ObjectiveConfig
 from aogpt.orders import OrderConfig, orders_at
-from aogpt.runtime.errors import UserError
 from aogpt.runtime.randomness import SCORED_ORDERS
 from aogpt.scoring import masked_log_probs, token_log_probs
 
@@ -261,28 +259,22 @@ def test_a_text_is_scored_in_the_order_that_the_model_would_decode_it_in(
     assert paced_nlls[1] != one
 
 
-def test_a_pipe_with_a_name_is_no_text_file(tmp_path):
-    """Reading it would wait for a writer."""
-    path = tmp_path / "a.txt"
-    os.mkfifo(path)
-    with pytest.raises(UserError, match="not a regular file"):
-        read_text(str(path))
-
-
-def test_end_of_text_in_a_text_is_one_token_of_no_bytes(evaluate, run, tmp_path):
-    text = "the fox<|endoftext|>a dog"
-    file = tmp_path / "samples.txt"
-    file.write_text(text)
-    (row,) = evaluate("", "--orders", "l2r", datasets=[file])["results"]
-    (scored,) = aogpt.load(run).score([text])
-    assert row["tokens"] == 7 + 1 + 5
-    assert row["nll"] == pytest.approx(scored.nats / scored.scored, rel=1e-5)
-    assert row["bits_per_byte"] == pytest.approx(scored.bits_per_byte, rel=1e-5)
-    assert row["bytes_per_token"] == pytest.approx(12 / 13)
-    file.write_text("<|endoftext|>")
-    (row,) = evaluate("", "--orders", "l2r", datasets=[file])["results"]
-    assert row["tokens"] == 1
-    assert row["bits_per_byte"] is None
+def test_end_of_text_is_one_token_of_no_bytes(evaluate, run, tmp_path):
+    """Also in a set shorter than a block."""
+    for number, texts in enumerate((["the fox", "a dog"], ["a"], [""])):
+        file = write_jsonl(tmp_path / "a.jsonl", texts)
+        data = prepared("text", tmp_path / f"data{number}", file, split="test")
+        (row,) = evaluate("", "--orders", "l2r", datasets=[data])["results"]
+        (scored,) = aogpt.load(run).score(["".join(f"{t}<|endoftext|>" for t in texts)])
+        size = len("".join(texts))
+        assert row["tokens"] == scored.scored == size + len(texts)
+        assert row["nll"] == pytest.approx(scored.nats / scored.scored, rel=1e-5)
+        assert scored.bytes == size
+        if size:
+            assert row["bytes_per_token"] == pytest.approx(size / row["tokens"])
+            assert row["bits_per_byte"] == pytest.approx(scored.bits_per_byte, rel=1e-5)
+        else:
+            assert row["bits_per_byte"] is None
 
 
 @pytest.mark.parametrize("kind, size", [("run", 3), ("encoder", 3), ("encoder", 1)])

@@ -382,7 +382,7 @@ NAMES = [
 ]
 
 
-def test_special_tokens_in_a_text_are_counted(tmp_path, monkeypatch, capsys):
+def test_special_tokens_in_a_text_are_counted(tmp_path, capsys):
     text = "<s>a</s> b</s><|endoftext|>"
     name = str(saved(of_words(), tmp_path / "model"))
     tokenizer = get_tokenizer(name)
@@ -406,11 +406,6 @@ def test_special_tokens_in_a_text_are_counted(tmp_path, monkeypatch, capsys):
             call()
         assert {str(warning.message) for warning in warned} == expected
 
-    monkeypatch.setattr(eval_ppl, "load", lambda *a, **k: loaded)
-    file = tmp_path / "a.txt"
-    file.write_text(text)
-    printed = run_main(eval_ppl, monkeypatch, capsys, "x", "--datasets", file)
-    assert all(note in printed for note in of_score)
     source = write_jsonl(tmp_path / "a.jsonl", [text, "plain"])
     prepared("text", tmp_path / "data", source, tokenizer=name, split="val")
     printed = capsys.readouterr().out
@@ -452,18 +447,7 @@ def test_bits_a_byte_times_bytes_are_the_nats_in_every_script(
 
     path = tmp_path / "result.json"
     monkeypatch.setattr(eval_ppl, "load", lambda *a, **k: loaded)
-    file = tmp_path / "a.txt"
-    file.write_text(text.replace("\udcff", "\ufffd"))  # a file is UTF-8
-    words = ["x", "--datasets", file, "--json", path, "--overwrite"]
-    run_main(eval_ppl, monkeypatch, capsys, *words)
-    (row,) = json.loads(path.read_text())["results"]
-    assert row["nll"] * row["tokens"] == pytest.approx(scores.nats, rel=1e-5)
-    size = row["bytes_per_token"] * row["tokens"]
-    assert size == pytest.approx(expected)
-    nats = row["bits_per_byte"] * size * math.log(2)
-    assert nats == pytest.approx(scores.nats, rel=1e-5)
-
-    # The same of prepared data, where a document begins within a block.
+    # Prepared data, where a document begins within a block.
     source = write_jsonl(tmp_path / "a.jsonl", [text] * 3)
     data = prepared("text", tmp_path / "data", source, tokenizer=name, split="val")
     rows = TokenDataset(data, "val", 4)

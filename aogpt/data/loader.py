@@ -148,53 +148,15 @@ def spread(count: int, total: int) -> np.ndarray:
     return np.arange(count, dtype=np.int64) * total // max(1, count)
 
 
-class Blocks:
-    """Token ids, after `divide` as blocks. Attributes: tokens (all ids), meta (of
-    meta.json), split, folder, of_records, and of blocks block_size and num_blocks."""
-
-    tokenizer: Tokenizer | None = None  # of the ids, where it has been read
-    of_records = False  # whether there are roles (prompts.py)
-
-    def __init__(self, tokens: np.ndarray, meta: Any, split: str, folder: Path):
-        self.tokens = tokens
-        self.meta = meta
-        self.split = split
-        self.folder = folder
-
-    def divide(self, block_size: int) -> None:
-        """Divide the tokens into blocks."""
-        self.block_size = block_size
-        self.num_blocks = self.tokens.size // block_size
-        whole = self.tokens[: self.num_blocks * block_size]
-        self._blocks = whole.reshape(-1, block_size)
-
-    def blocks(self, indices) -> torch.LongTensor:
-        """Return the tokens of the blocks with these numbers (B integers in
-        0 .. num_blocks - 1), LongTensor (B, T)."""
-        import torch
-
-        indices = np.asarray(indices, dtype=np.int64).reshape(-1)
-        if len(indices):
-            assert 0 <= indices.min() <= indices.max() < self.num_blocks, indices
-        tokens = self._blocks[indices].astype(np.int64)
-        return torch.from_numpy(tokens)
-
-    def tail(self) -> torch.LongTensor:
-        """Return the tokens after the last whole block, LongTensor (1, t), t < T."""
-        import torch
-
-        rest = self.tokens[self.num_blocks * self.block_size :]
-        return torch.from_numpy(rest.astype(np.int64))[None]
-
-
-class TokenDataset(Blocks):
-    """One split of a prepared dataset, memory-mapped, as blocks of `block_size` tokens,
-    or of fewer where its examples with prompts are shorter.
+class TokenDataset:
+    """One split of a prepared dataset, memory-mapped, as `num_blocks` blocks of
+    `block_size` tokens, or of fewer where its examples with prompts are shorter.
 
     block_size: None: `divide` gives it later. verify: see `read_tokens`. max_tokens:
     take only blocks of this many tokens, spread over the split; 0: all. Raises
     FileNotFoundError or UserError."""
 
+    tokenizer: Tokenizer | None = None  # of the ids, where it has been read
     end_given = False  # whether the end of a record is given: see `give_end`
 
     def __init__(
@@ -205,20 +167,29 @@ class TokenDataset(Blocks):
         verify: bool = False,
         max_tokens: int = 0,
     ):
-        meta = load_meta(folder)
-        super().__init__(read_tokens(folder, split, verify), meta, split, Path(folder))
+        self.meta = load_meta(folder)
+        self.tokens = read_tokens(folder, split, verify)
+        self.split = split
+        self.folder = Path(folder)
         self.shift = 0  # not 0 where a run had batches of another size before
-        entry = meta["splits"][split]
+        entry = self.meta["splits"][split]
         path = self.folder / entry["file"]
         # Of each file, which a run saves and compares when it resumes.
         self.files = {str(path): file_record(path, entry["sha256"])}
-        self.of_records = "roles" in entry
+        self.of_records = "roles" in entry  # whether there are roles (prompts.py)
         if self.of_records:
             path = self.folder / entry["roles"]["file"]
             self.files[str(path)] = file_record(path, entry["roles"]["sha256"])
             self._all_roles = np.memmap(path, np.uint8, mode="r")
         if block_size is not None:
             self.divide(block_size, max_tokens)
+            if self.num_blocks == 0:
+                count = f"{self.tokens.size:,}"
+                raise UserError(
+                    f"{split} of {folder} has {count} tokens, fewer than a block of "
+                    f"{block_size:,}: lower block_size to at most {count}, or prepare "
+                    "more text"
+                )
 
     def divide(self, block_size: int, max_tokens: int = 0) -> None:
         """Divide the split into blocks, of an example each where it has prompts. Raises
@@ -233,15 +204,10 @@ class TokenDataset(Blocks):
                 f"{protocol}), not of {block_size}: set the model's block_size to "
                 f"{packed}, or prepare it again with --block-size {block_size}"
             )
-        count = self.tokens.size
-        if count < block_size:
-            raise UserError(
-                f"{self.split} of {self.folder} has {count:,} tokens, fewer than a "
-                f"block of {block_size:,}: lower block_size to at most {count:,} "
-                "(--model.block-size of train.py, --block-size of others), or prepare "
-                "more text"
-            )
-        super().divide(block_size)
+        self.block_size = block_size
+        self.num_blocks = self.tokens.size // block_size
+        whole = self.tokens[: self.num_blocks * block_size]
+        self._blocks = whole.reshape(-1, block_size)
         if self.of_records:
             self._roles = self._all_roles.reshape(-1, block_size)
         if max_tokens:  # a copy in memory
@@ -309,10 +275,24 @@ class TokenDataset(Blocks):
         return int((self._roles_at(indices) == PREDICTED).sum())
 
     def blocks(self, indices) -> torch.LongTensor:
-        """Return the tokens of these blocks, as `Blocks` does. Raises UserError or
-        OSError for a file that has changed."""
+        """Return the tokens of the blocks with these numbers (B integers in
+        0 .. num_blocks - 1), LongTensor (B, T). Raises UserError or OSError for a file
+        that has changed."""
+        import torch
+
         self.check_unchanged()
-        return super().blocks(indices)
+        indices = np.asarray(indices, dtype=np.int64).reshape(-1)
+        if len(indices):
+            assert 0 <= indices.min() <= indices.max() < self.num_blocks, indices
+        tokens = self._blocks[indices].astype(np.int64)
+        return torch.from_numpy(tokens)
+
+    def tail(self) -> torch.LongTensor:
+        """Return the tokens after the last whole block, LongTensor (1, t), t < T."""
+        import torch
+
+        rest = self.tokens[self.num_blocks * self.block_size :]
+        return torch.from_numpy(rest.astype(np.int64))[None]
 
     def batch(
         self, seed: int, step: int, rows: range, global_batch: int

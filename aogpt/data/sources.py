@@ -123,23 +123,18 @@ def unpacked(path: Path, name: str) -> Iterator[BinaryIO]:
         ) from error
 
 
-def decoded(data: bytes, name: str) -> str:
-    """Return the text of a file in UTF-8. Raises UserError, which begins with its
-    name."""
+def unix_text(data: bytes, name: str) -> str:
+    """Return the text of a file in UTF-8 with line ends of Unix. Raises UserError,
+    which begins with its name."""
     with contextlib.suppress(UnicodeDecodeError):
         text = data.decode("utf-8-sig")
         # English in UTF-16 is valid UTF-8, with a zero beside each letter.
         if text.count("\0") <= len(text) / 4:
-            return text
+            return text.replace("\r\n", "\n")
     raise UserError(
         f"{name}: not UTF-8; convert it first, e.g. iconv -f latin1 -t utf-8, or -f "
         "utf-16"
     )
-
-
-def unix_text(data: bytes, name: str) -> str:
-    """Return the text of a file in UTF-8 with line ends of Unix."""
-    return decoded(data, name).replace("\r\n", "\n")
 
 
 def read_whole(path: Path, name: str, read_row: RowReader) -> Iterator[str]:

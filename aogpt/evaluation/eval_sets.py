@@ -1,7 +1,6 @@
 """Texts to score: N rows of a set, B in a batch, T tokens in a block."""
 
 import contextlib
-import hashlib
 import shlex
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,19 +13,10 @@ from torch import Tensor
 
 from ..checkpoints import Loaded
 from ..data import loader
-from ..data.loader import Blocks, TokenDataset
-from ..data.sources import decoded
-from ..data.tokenizers import (
-    END_OF_TEXT,
-    HUB,
-    HubTokenizer,
-    get_tokenizer,
-    other_tokenizer,
-    text_bytes,
-)
+from ..data.loader import TokenDataset
+from ..data.tokenizers import HUB, HubTokenizer, get_tokenizer, other_tokenizer
 from ..orders import Roles
 from ..runtime.errors import UserError
-from ..runtime.validation import expand_home
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,27 +27,6 @@ class SplitOption:
     """Split to score; by default that of the evaluation set, the only one, or val."""
 
 
-def text_blocks(name: str, text: str, loaded: Loaded) -> Blocks:
-    """Return a text that is not prepared, with no end-of-text but "<|endoftext|>" in
-    it, not yet in blocks."""
-    tokenizer = loaded.get_tokenizer()
-    tokens = tokenizer.encode_documents(text)
-    entry = {
-        "tokens": len(tokens),
-        "sha256": hashlib.sha256(tokens.tobytes()).hexdigest(),
-        "text_bytes": text_bytes(text.replace(END_OF_TEXT, "")),
-        "token_bytes": int(tokenizer.count_bytes(tokens).sum()),
-    }
-    meta = {
-        "tokenizer": loaded.tokenizer,
-        "eot": tokenizer.eot,
-        "splits": {"text": entry},
-    }
-    blocks = Blocks(tokens, meta, "text", Path(name))
-    blocks.tokenizer = tokenizer
-    return blocks
-
-
 @dataclass(frozen=True)
 class EvalSet:
     """A split of a data set as rows to score: its blocks, or some spread over the
@@ -65,7 +34,7 @@ class EvalSet:
     tokens that are left."""
 
     name: str
-    dataset: Blocks
+    dataset: TokenDataset
     count: int  # N, the rows
 
     def tokens(self, rows: range) -> Tensor:
@@ -86,8 +55,7 @@ class EvalSet:
         without prompts."""
         if not self.dataset.of_records:
             return None
-        dataset = cast(TokenDataset, self.dataset)
-        return Roles.of(dataset.roles(self._chosen[rows]))
+        return Roles.of(self.dataset.roles(self._chosen[rows]))
 
     @cached_property
     def _chosen(self) -> np.ndarray:
@@ -208,12 +176,12 @@ def open_split(
 
 
 def open_eval_set(
-    dataset: Blocks,
+    dataset: TokenDataset,
     loaded: Loaded,
     max_sequences: int | None = None,
     block_size: int | None = None,
 ) -> EvalSet:
-    """Return an `open_split` or a text in blocks of the model, or of `block_size`.
+    """Return an `open_split` in blocks of the model, or of `block_size`.
     Raises UserError where it is not for this model, its vocabulary has changed, or no
     token of it can be scored."""
     meta = dataset.meta
@@ -229,7 +197,7 @@ def open_eval_set(
         dataset.tokenizer.check(meta.get("tokenizer_sha256"))
     note_on_end(dataset, loaded)  # raises UserError for a run that knows another end
     dataset.divide(block_size or loaded.model.config.block_size)
-    if loaded.record_end is not None and isinstance(dataset, TokenDataset):
+    if loaded.record_end is not None:
         dataset.give_end()
     rows = dataset.num_blocks
     # The protocol sedd drops the rest after all blocks, as published evaluations do.
@@ -245,7 +213,7 @@ def open_eval_set(
     return EvalSet(dataset.folder.name, dataset, count)
 
 
-def note_on_end(dataset: Blocks, loaded: Loaded) -> str | None:
+def note_on_end(dataset: TokenDataset, loaded: Loaded) -> str | None:
     """Return a note if documents of a data set end with another id than a model's
     tokenizer says; None where it is the same or not known. Raises UserError for a model
     trained here, which has learned its own."""
@@ -268,15 +236,6 @@ def note_on_end(dataset: Blocks, loaded: Loaded) -> str | None:
             f"{shlex.quote(tokenizer.end_token)}"
         )
     return difference
-
-
-def read_text(path: str) -> str:
-    """Return a text file or standard input, with line ends of Unix."""
-    file = expand_home(path)
-    if file.is_fifo() and path != "/dev/stdin":  # to read one would wait
-        raise UserError(f"{path} is not a regular file; copy its contents to one")
-    text = decoded(file.read_bytes(), path)
-    return text.replace("\r\n", "\n")
 
 
 @dataclass(frozen=True)
