@@ -946,12 +946,13 @@ def log_probs_of_steps(model, tokens, order, steps, is_drafted=False):
     starts = torch.arange(len(order))
     if not is_drafted:
         starts = torch.searchsorted(steps, steps).where(is_generated, starts)
-    row = tokens[None], order[None]
+    text = tokens[None]
+    order = order[None]
     if in_groups(model):
         with torch.no_grad():
-            log_probs = -model(*row, starts[None])
+            log_probs = -model(text, order, starts[None])
     else:
-        log_probs = token_log_probs(model, *row, known=starts[None])
+        log_probs = token_log_probs(model, text, order, known=starts[None])
     return log_probs[0].where(is_generated, 0)
 
 

@@ -291,8 +291,9 @@ def test_train_helps_without_docstrings():
 def test_a_prompt_is_read_as_utf_8_in_any_locale(run, tmp_path):
     file = tmp_path / "samples.jsonl"
     words = ["--prompt", "\u00e9\u65e5", "--num-samples", 1, "--jsonl", file]
-    variables = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-    run_script("sample.py", run, *words, **variables)
+    run_script(
+        "sample.py", run, *words, LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0"
+    )
     row = json.loads(file.read_text())
     assert row["prompt"] == "\u00e9\u65e5"
     assert row["text"].startswith("\u00e9\u65e5")

@@ -147,12 +147,12 @@ def of_systems(table):
 def test_samples_match_enumeration(system, mode):
     seed = SEEDS.get(system, 2)
     model, _ = enumerated(system, seed)
-    others = modes(OTHERS[mode]) if system == "AO-GPT" and mode in OTHERS else []
-    number = 7000 if others else SAMPLES
+    rejected = modes(OTHERS[mode]) if system == "AO-GPT" and mode in OTHERS else []
+    number = 7000 if rejected else SAMPLES
     plan = make_plan(mode, number, N, seed=seed + 10)
     counts = sampled_counts(model, plan, seed + 20)
     assert accept(counts, expected_distribution(mode, system, seed))
-    for other in others:
+    for other in rejected:
         expected = number * expected_distribution(other, system, seed)
         assert reference.chi_square_p(counts, expected) < 1e-6, other
 
