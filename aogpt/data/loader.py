@@ -28,7 +28,6 @@ from .tokenizers import Tokenizer
 if TYPE_CHECKING:  # prepare.py starts without torch
     import torch
 
-FORMAT = 2  # the newest that is read; of prompts, where text has 1
 IDS_AT_ONCE = 1 << 24
 ADVICE = "prepare the dataset again"
 
@@ -51,7 +50,7 @@ class Split(TypedDict):
 class Meta(TypedDict):
     """The contents of meta.json; folders of earlier versions lack some keys."""
 
-    format: NonNegative
+    format: Annotated[int, Interval(ge=0, le=2)]  # 2: of prompts, where text has 1
     tokenizer: str
     tokenizer_sha256: NotRequired[str]  # of its vocabulary
     vocab_size: Count
@@ -91,13 +90,7 @@ def evaluation_split(meta: dict) -> str:
 
 def load_meta(folder: str | Path) -> Meta:
     """Return the contents of meta.json. Raises FileNotFoundError."""
-    path = find_dataset(folder) / "meta.json"
-    meta = read_json(path, Meta, ADVICE)
-    if meta["format"] > FORMAT:
-        raise UserError(
-            f"{path} has format {meta['format']}: update the code, or {ADVICE}"
-        )
-    return meta
+    return read_json(find_dataset(folder) / "meta.json", Meta, ADVICE)
 
 
 def read_tokens(folder: str | Path, split: str, verify: bool = False) -> np.ndarray:

@@ -283,7 +283,7 @@ class HubTokenizer(Tokenizer):
     def __init__(self, path: Path, end_token: str | None = None):
         import tokenizers
 
-        self.file = _read_vocabulary(path)
+        self.file = read_bounded(path)
         try:
             self.inner = tokenizers.Tokenizer.from_str(self.file.decode())
         except Exception as error:  # the library raises Exception itself
@@ -546,7 +546,8 @@ def get_tokenizer(
 ) -> Tokenizer:
     """Return the tokenizer of this name: one of TOKENIZERS, alphabet:LETTERS, a path
     FILE.tiktoken or tokenizer.json, or OWN or HUB in `folder` or up to two folders
-    above it. end_token: see HubTokenizer. Raises UserError for another sha256."""
+    above it. end_token: see HubTokenizer. Raises UserError for another sha256, OSError
+    for a file that is missing."""
     if name in FILES and folder:
         name = str(_find_file(name, folder))
     if name.startswith(ALPHABET):
@@ -567,16 +568,7 @@ def _find_file(name: str, folder: Path) -> Path:
     for place in [folder, *above]:
         if (place / name).is_file():
             return place / name
-    return folder / name
-
-
-def _read_vocabulary(path: Path) -> bytes:
-    try:
-        return read_bounded(path)
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(
-            f"the vocabulary {path} is missing: copy it back, from data, run or export"
-        ) from None
+    return folder.parent / name if folder.is_file() else folder / name
 
 
 def _read_file(path: Path) -> BytePairTokenizer:
@@ -586,7 +578,7 @@ def _read_file(path: Path) -> BytePairTokenizer:
 
     # tiktoken's own reader of such files would leave a copy of them in its cache.
     name = "english" if path == ENGLISH else OWN
-    lines = _read_vocabulary(path).splitlines()
+    lines = read_bounded(path).splitlines()
     ranks = {}
     with contextlib.suppress(ValueError):  # then some line is missing
         for line in lines:

@@ -170,7 +170,7 @@ def open_split(
     split = split or loader.evaluation_split(meta)
     dataset = TokenDataset(folder, split, None, verify=verify)
     # Scoring does without: where the file is missing, bits per byte are unknown.
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(UserError, OSError):
         dataset.tokenizer = get_tokenizer(meta["tokenizer"], folder=folder)
     return dataset
 
@@ -221,7 +221,7 @@ def note_on_end(dataset: TokenDataset, loaded: Loaded) -> str | None:
         return None  # of all other tokenizers the vocabulary says it
     try:
         tokenizer = cast(HubTokenizer, loaded.get_tokenizer())
-    except UserError:  # its file is missing: scoring does without
+    except (UserError, OSError):  # its file is missing: scoring does without
         return None
     end = dataset.meta["eot"]
     if end == tokenizer.eot:
