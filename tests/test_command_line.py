@@ -262,7 +262,7 @@ def test_a_run_folder_has_a_name_in_utf_8(data, tmp_path):
 
 VARIABLES = [
     ("TQDM_MININTERVAL", ["sample.py", "--help"], 2),
-    ("MPLBACKEND", ["-c", "import train, matplotlib.pyplot"], 0),
+    ("MPLBACKEND", ["-c", "import aogpt.runtime.environment, matplotlib.pyplot"], 0),
 ]
 
 

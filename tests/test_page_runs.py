@@ -1,21 +1,17 @@
-"""The page of model.py is what runs: of the paper recipe and of the fast one,
-`train.py` and `eval_ppl.py` run its lines, and none of them does without one of its
-methods."""
+"""The page of model.py is what runs: `train.py` and `eval_ppl.py` run its lines, of the
+paper recipe or of the fast one."""
 
 import ast
-import inspect
 import sys
-from dataclasses import replace
 
 import coverage
-import pytest
-from helpers import ALONE, ROOT
+from helpers import ROOT
 
 import eval_ppl
 import train
 from aogpt import model as page
+from aogpt.checkpoints import load_model
 from aogpt.model import AOGPT, MLP, Attention, Block, Pass, Transformer
-from aogpt.training.config import from_command_line
 
 CLASSES = (Pass, Attention, MLP, Block, page.HeadLoss, Transformer, AOGPT)
 SIZES = (
@@ -56,25 +52,6 @@ UNREACHED = {
     "raise ValueError(",
 }
 
-# Methods that one of the recipes does without, and why; `logits` is for users.
-ONLY_OF = {
-    "paper": {"Pass.modulation", "Pass.lookup", "AOGPT.target_vectors"},
-    "fast": {"Transformer.angles_at"},
-}
-OF_USERS = {"Transformer.logits"}
-# where the end of a record is given
-OF_RECORDS = {"Transformer.exclude", "Transformer.without_excluded"}
-OF_MUON = {"Attention.matrices", "MLP.matrices"}
-OF_LOADING = {"Transformer._apply"}  # training makes the weights where they are
-
-
-def methods():
-    """(class, name) of every method that is written on the page."""
-    for kind in CLASSES:
-        for name, value in vars(kind).items():
-            if inspect.isfunction(value):
-                yield kind, name
-
 
 def run(monkeypatch, script, *words):
     """Run a script in this process, without its handling of errors."""
@@ -85,26 +62,6 @@ def run(monkeypatch, script, *words):
 def train_words(recipe, data, out):
     words = [RECIPES[recipe], "--data.folder", data, "--out", out, "--name", recipe]
     return [*map(str, words), "--train.steps", "2", *SIZES]
-
-
-@pytest.fixture(scope="module")
-def configs(data, tmp_path_factory):
-    """Return the config of a finished run of each recipe."""
-    out = tmp_path_factory.mktemp("page")
-    configs_by_recipe = {}
-    for recipe in RECIPES:
-        configs_by_recipe[recipe] = from_command_line(
-            train_words(recipe, data, out), ""
-        )
-        train.train(configs_by_recipe[recipe], ALONE)
-    return configs_by_recipe
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_builds_the_class_on_the_page(configs, recipe):
-    from aogpt.checkpoints import load_model
-
-    assert type(load_model(configs[recipe].run_folder)) is AOGPT
 
 
 def statements_of_methods(path):
@@ -142,48 +99,9 @@ def test_every_line_of_the_page_runs_in_one_of_the_recipes(monkeypatch, data, tm
             run(monkeypatch, train, *train_words(recipe, data, tmp_path))
             words = [tmp_path / recipe, "--datasets", data, "--max-sequences", 2]
             run(monkeypatch, eval_ppl, *words)
+            assert type(load_model(tmp_path / recipe)) is AOGPT
     finally:
         recorder.stop()
     missing = set(recorder.analysis2(str(path))[3])
     statements = statements_of_methods(path)
     assert {statements[line] for line in missing & statements.keys()} == UNREACHED
-
-
-class Broken(Exception):
-    pass
-
-
-@pytest.mark.parametrize("command", ["train", "eval_ppl"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_no_command_does_without_a_method_of_the_page(
-    monkeypatch, data, configs, tmp_path, recipe, command
-):
-    """Each fails if that method does. Without the parsing of the command line."""
-    (other,) = RECIPES.keys() - {recipe}
-    config = configs[recipe]
-    arguments = eval_ppl.Arguments(
-        run=str(config.run_folder), datasets=(str(data),), max_sequences=2
-    )
-
-    def fail(*arguments, **keywords):
-        raise Broken
-
-    survived = set()
-    for kind, name in methods():
-        method = f"{kind.__name__}.{name}"
-        with monkeypatch.context() as patch:
-            patch.setattr(kind, name, fail)
-            try:
-                if command == "train":
-                    train.train(replace(config, out=str(tmp_path / method)), ALONE)
-                else:
-                    eval_ppl.evaluate(arguments, ALONE)
-            except Broken:
-                continue
-        survived.add(method)
-    expected = OF_USERS | OF_RECORDS | ONLY_OF[other]
-    if command == "train":
-        expected |= OF_LOADING
-    if command == "eval_ppl" or recipe == "paper":
-        expected |= OF_MUON
-    assert survived == expected
