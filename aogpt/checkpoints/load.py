@@ -80,8 +80,6 @@ class Loaded:
     # model looks back over all, and takes no longer sequences.
     window: int | None = None
     tokenizer_sha256: str | None = None  # of its vocabulary; None: not recorded
-    # Tokens of the blocks that it was trained on; None: not recorded.
-    longest: int | None = None
     description: str = ""  # the source, its step and the kind of its weights
 
     def get_tokenizer(self) -> Tokenizer:
@@ -143,14 +141,15 @@ def load(
         raise CheckpointError(
             f"{file} has a vocabulary of {count}, but its model {limit} tokens"
         )
+    description = f"{file} (step {loaded.step}, {loaded.weights} weights"
     if block_size is not None:
+        own = model.config.block_size
+        if block_size > own:
+            description += f", in blocks of {block_size} tokens, not {own}"
         set_block_size(model, block_size)
     if loaded.record_end is not None:
         model.exclude(count, loaded.record_end.token)
     model.to(device).eval()
-    description = f"{file} (step {loaded.step}, {loaded.weights} weights"
-    if loaded.longest is not None and model.config.block_size > loaded.longest:
-        description += f", trained on blocks of {loaded.longest} tokens"
     return replace(loaded, description=f"{description})")
 
 
@@ -260,7 +259,6 @@ def from_checkpoint(path: Path, weights: str) -> Loaded:
         vocab_size=data["vocab_size"],
         record_end=record_end,
         tokens=values.get("tokens"),
-        longest=config.block_size,
     )
 
 
@@ -309,7 +307,7 @@ def from_release(
                 "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             )
     model = make_model(config, tensors)
-    return Loaded(model, path=str(file), longest=config.block_size, **origin)
+    return Loaded(model, path=str(file), **origin)
 
 
 def from_pretrained(settings: dict, contents: LazyTensors | dict, file: Path) -> Loaded:
@@ -327,7 +325,6 @@ def from_pretrained(settings: dict, contents: LazyTensors | dict, file: Path) ->
         scored_from=int(not tokenizer.starts),
         system=settings["architectures"][0],
         window=pretrained.window_of(settings),
-        longest=settings["max_position_embeddings"],
     )
 
 
@@ -373,13 +370,9 @@ def from_export(
         raise UserError(
             "it holds the ema weights only; convert its source with --weights raw"
         )
-    config = export["model"]
     origin = {name: export[name] for name in EXPORTED if name in export}
-    longest: int | None = config.block_size
-    if origin["system"] in pretrained.ARCHITECTURES:
-        longest = None  # not recorded: its blocks may be shorter
-    model = make_model(config, contents)
-    return Loaded(model, path=str(file), longest=longest, **origin)
+    model = make_model(export["model"], contents)
+    return Loaded(model, path=str(file), **origin)
 
 
 def make_model(
