@@ -441,12 +441,6 @@ FILES = {
         ),
         ("text", "lzma.txt.xz", {}, "not a .xz file"),
         (
-            "openwebtext",
-            "good.txt",
-            {},
-            "unknown kind of file; known here are .jsonl, .json, .parquet",
-        ),
-        (
             "ptb",
             "good.jsonl",
             {},
@@ -467,7 +461,6 @@ FILES = {
         ),
         ("text", None, {}, "text needs --source FILE"),
         ("stories", "good.txt", {}, "stories takes no --source"),
-        ("stories", None, {"val": "good.txt"}, "stories takes no --val here"),
         ("ptb", "good.txt", {"val_fraction": 0.1}, "ptb takes no --val-fraction"),
         (
             "text",
@@ -482,21 +475,13 @@ FILES = {
             "--val-fraction is 0.7; .* at most 0.5",
         ),
         (
-            "text",
-            "good.txt",
-            {"split": "val", "val_fraction": 0.1},
-            "one of --split, --val-fraction and --val",
-        ),
-        (
             "ptb",
             "good.txt",
             {"block_size": 8, "protocol": "full"},
             "ptb takes no --block-size",
         ),
-        ("text", "good.txt", {"skip_long": True}, "text takes no --skip-long"),
         ("text", "good.txt", {"prompt_field": "q"}, "text takes no --prompt-field"),
         ("text", "*.txt", {}, r"No such file .*/\*.txt"),
-        ("text", "My.txt", {}, "No such file .*My.txt"),
         (
             "lambada",
             "good.jsonl",

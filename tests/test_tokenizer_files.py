@@ -326,6 +326,13 @@ def test_a_tokenizer_that_loses_text_is_told_and_its_bytes_are_the_texts(
     assert "loses text" not in capsys.readouterr().out
 
 
+def gpt2_ids():
+    """Return the ids of GPT-2's tokens, as tokenizer.json writes them."""
+    letters = byte_letters()
+    ranks = get_tokenizer("gpt2").ranks
+    return {"".join(letters[byte] for byte in token): i for token, i in ranks.items()}
+
+
 def write_gpt2(folder):
     """A random GPT-2 of 300 tokens, without a tokenizer."""
     transformers = pytest.importorskip("transformers")
@@ -338,11 +345,7 @@ def write_gpt2(folder):
 @needs_gpt2
 def test_a_gpt2_with_another_vocab_json_alone_is_refused(tmp_path):
     write_gpt2(tmp_path)
-    letters = byte_letters()
-    ids = {}
-    for token, i in get_tokenizer("gpt2").ranks.items():
-        ids["".join(letters[byte] for byte in token)] = i
-    ids["<|endoftext|>"] = 50256
+    ids = {**gpt2_ids(), "<|endoftext|>": 50256}
     (tmp_path / "vocab.json").write_text(json.dumps(ids))
     assert load(tmp_path).tokenizer == "gpt2"
     ids["the"], ids["Ġthe"] = ids["Ġthe"], ids["the"]
@@ -354,17 +357,8 @@ def test_a_gpt2_with_another_vocab_json_alone_is_refused(tmp_path):
 
 @needs_gpt2
 def test_gpt2s_own_tokenizer_json_is_known_from_others(tmp_path):
-    gpt2 = get_tokenizer("gpt2")
-    letters = byte_letters()
-    tokens = {}
-    for token, i in gpt2.ranks.items():
-        tokens["".join(letters[byte] for byte in token)] = i
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=tokens, merges=[]))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-        add_prefix_space=False
-    )
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer = of_bytes()
+    tokenizer.model = tokenizers.models.BPE(vocab=gpt2_ids(), merges=[])
     assert is_gpt2s(get_tokenizer(str(saved(tokenizer, tmp_path / "same"))))
     tokenizer.normalizer = tokenizers.normalizers.Lowercase()
     assert not is_gpt2s(get_tokenizer(str(saved(tokenizer, tmp_path / "lower"))))
