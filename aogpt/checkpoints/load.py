@@ -274,7 +274,7 @@ def from_file(file: Path, weights: str) -> Loaded:
     if pretrained.is_pretrained(settings):
         return from_pretrained(settings, contents, file)
     if settings.get("model_type") == "aogpt":  # of an earlier version's --hub
-        export = from_values(settings, HubSettings, str(place), ADVICE)["aogpt"]
+        export = from_values(settings.get("aogpt"), dict[str, Any], str(place), ADVICE)
         names = {name: name for name in contents}
         tensors = LazyTensors()
         for ours, name in renamed(names, lambda x: x.removeprefix("model.")).items():
@@ -342,12 +342,6 @@ class Export(TypedDict):
     window: NotRequired[Count | None]
     record_end: NotRequired[RecordEnd | None]
     files: dict[str, str]  # sha256 by file
-
-
-class HubSettings(TypedDict):
-    """The contents of a config.json that an earlier version's --hub wrote."""
-
-    aogpt: dict[str, Any]  # an `Export`
 
 
 def from_export(
