@@ -163,8 +163,8 @@ def write(
 
 def write_shards(run_folder: Path, step: int, tensors: dict[str, Tensor]) -> None:
     """Write the tensors of a checkpoint from all processes, a file for each; `finish`
-    makes a checkpoint of them. All processes must call, all raise OSError if one
-    fails."""
+    makes a checkpoint of them. All processes must call, all raise the error of one
+    that fails."""
     import torch.distributed.checkpoint as dcp  # takes a second
 
     folder = temporary_of(path_of(run_folder, step))
@@ -173,9 +173,7 @@ def write_shards(run_folder: Path, step: int, tensors: dict[str, Tensor]) -> Non
         dcp.save(tensors, storage_writer=writer)
     except dcp.CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))
-        if isinstance(cause, OSError):
-            raise cause from None
-        raise
+        raise cause from None
 
 
 def finish(
