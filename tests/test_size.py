@@ -9,7 +9,7 @@ import tokenize
 from helpers import ROOT
 
 # Tokens of Python without comments and docstrings, when the list was begun.
-BEGUN_WITH = 109_400
+BEGUN_WITH = 107_300
 ADDED: dict[str, int] = {
     "a whole checkpoint is not called unwritten; its tensors are its files": 100
 }
