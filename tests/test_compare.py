@@ -198,7 +198,7 @@ def test_what_cannot_be_compared_or_scored_is_told(
             "leave out --ensemble or --bound",
         ),
         ([run, raw], "give RUN first, then --datasets"),
-        ([run, "--datasets", "my.txt"], "prepare.py text --source FILE"),
+        ([run, "--datasets", "my.txt"], "text --source FILE ... --out data/my"),
         ([run, "--datasets", "a/x", "b/x"], "two texts are called 'x'"),
     ):
         status, out, err = script(eval_ppl, *words)

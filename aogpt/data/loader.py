@@ -74,7 +74,7 @@ def find_dataset(name: str | Path) -> Path:
     raise FileNotFoundError(
         f"{name} is not a prepared dataset (it has no meta.json), neither a folder nor "
         f"in {DATA} ({', '.join(prepared) or 'none'}); make it with: "
-        f"{command_for(str(name))}"
+        f"{command_for(str(name).removesuffix('.txt'))}"
     )
 
 
