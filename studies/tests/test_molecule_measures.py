@@ -311,6 +311,7 @@ def test_the_page_has_verdicts_tables_and_drawings(tmp_path):
         in text
     )
     assert (folder / "hole.svg").read_text().count("<svg") >= 1
+    assert (folder / "valid.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_encoder_is_named_by_its_loss():
@@ -336,4 +337,4 @@ def test_a_claim_without_a_figure_has_no_verdict():
     _, claims = load_runs()
     same = [replace(claims[0], says=str(n)) for n in range(3)]
     lines = molecule_page.claim_lines(same, {})
-    assert lines == [f"- {n}: not run yet." for n in range(3)]
+    assert lines == [f"- *Claim {n + 1}*: {n}: not run yet." for n in range(3)]
