@@ -1,4 +1,4 @@
-"""The picture on README: the sentence of its third command as it fills in.
+"""The picture on README: the sentence of its last command as it fills in.
 
 python -m studies.filling      # writes docs/filling.svg
 """
