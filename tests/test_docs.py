@@ -421,7 +421,8 @@ def results_shown():
         for command, comment in RESULT.findall(page.read_text()):
             shown.append((command, comment.split(", ")))
     readme = (ROOT / "README.md").read_text().replace("\\\n", "")
-    command = re.search(r"^    python -m (aogpt fill results/books.*)$", readme, re.M)[1]
+    of_books = re.compile(r"^    python -m (aogpt fill results/books.*)$", re.M)
+    command = of_books.search(readme)[1]
     sample_of = re.search(r'The last prints "(.*?)"', readme)
     return [*shown, (command, [sample_of[1]])]
 
