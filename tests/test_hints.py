@@ -25,6 +25,7 @@ SOURCES = [
 ]
 FIELDS = {  # what a message may have in the place of a variable
     "name": "stories",
+    "options": "--name stories --data.folder data/stories --data.end given",
     "e.name": "E13",
     "start": "stories",
     "last": "stories",
