@@ -300,8 +300,8 @@ def test_the_page_has_verdicts_tables_and_drawings(tmp_path):
     text = out.read_text()
     assert "than a GPT from left to right: +1.00 ± 0.00 nats, **confirmed**." in text
     # 1.0 points are below the allowance for seeds.
-    assert "in a random order: +1.0% ± 2.3%, **undecided**." in text
-    assert "by what follows: -20.0% ± 4.3%, **opposite**." in text
+    assert "in a random order: +1.0 ± 2.3 points, **undecided**." in text
+    assert "by what follows: -20.0 ± 4.3 points, **opposite**." in text
     assert " 26.00 ± 0.10 |" in text
     assert "| CharRNN (published)" in text
     assert "808,232 |        0.02 |" in text
