@@ -299,9 +299,9 @@ def samples_table(rows: Rows, titles: dict[str, str]) -> list[str]:
             cells = [f"{row[key]:.4f}" if key in row else "-" for key in COLUMNS]
             name = name_of(title, row["mode"])
             parameters = f"{row['parameters'] / 1e6:.2f}M"
-            made = row["samples"]
-            valid = round(made * row["valid"])
-            lines.append([name, parameters, "0.25", f"{made:,}", f"{valid:,}", *cells])
+            count = row["samples"]
+            valid = round(count * row["valid"])
+            lines.append([name, parameters, "0.25", f"{count:,}", f"{valid:,}", *cells])
     head = ["", "parameters", "epochs", "made", "of these valid", *COLUMNS.values()]
     return [*markdown_table(head, lines), "", FEWER]
 
