@@ -5,7 +5,7 @@ molecules, as there is one seed of each system; so has a claim's difference."""
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,12 @@ ANSWER = (
     "most confident first AO-GPT is ahead, and the encoder ahead of both, in this one "
     "seed. Of these leads only that of the encoder over the GPT is clear of what claim "
     "3 allows for other seeds. In giving back the molecule itself the GPT is ahead of "
-    "AO-GPT left to right, and most confident first no difference "
-    "shows. Around a given scaffold, or for a missing ring system, more than half of "
-    "what the [MASK] model and the encoder fill in is a molecule, most confident "
-    "first; resampling a GPT was not tried there. Rotated queries need more nats than "
-    "a [MASK] and make fewer valid molecules after as many letters; a [MASK] takes 1.5 "
-    "to 1.8 times the operations, and equal operations were not run."
+    "AO-GPT left to right, and most confident first no difference shows. Around a "
+    "given scaffold, or for a missing ring system, more than half of what the [MASK] "
+    "model and the encoder fill in is a molecule, most confident first; resampling a "
+    "GPT was not tried there. Rotated queries need more nats than a [MASK] and make "
+    "fewer valid molecules after as many letters; a [MASK] takes 1.5 to 1.8 times the "
+    "operations, and equal operations were not run."
 )
 FINDING = "A GPT writes molecules; the others, so far, only fill holes in them"
 COLUMNS = {
@@ -233,8 +233,8 @@ def claim_lines(claims: Sequence[Claim], rows: Rows) -> list[str]:
             if ":nats" in claim.lower:
                 number = f"{-one['mean']:+.2f} ± {one['half_width']:.2f} nats"
             else:
-                mean, half_width = 100 * one["mean"], 100 * one["half_width"]
-                number = f"{mean:+.1f} ± {half_width:.1f} points"
+                number = f"{100 * one['mean']:+.1f} ± {100 * one['half_width']:.1f}"
+                number += " points"
             words = f"{number}, **{one['verdict']}**"
         lines.append(f"- *Claim {place}*: {claim.says}: {words}.")
     return lines
@@ -251,9 +251,13 @@ def nats_cell(row: dict | None) -> str:
     return f"{statistics.mean(each):.2f} ± {half:.2f}"
 
 
+def half_width(share: float, count: int) -> float:
+    """Return half the width of the normal 95% interval of a share of `count`."""
+    return 1.96 * math.sqrt(share * (1 - share) / count)
+
+
 def share_cell(share: float, count: int) -> str:
-    half = 1.96 * math.sqrt(share * (1 - share) / count)
-    return f"{share:.1%} ± {half:.1%}"
+    return f"{share:.1%} ± {half_width(share, count):.1%}"
 
 
 def likelihood_table(rows: Rows, titles: dict[str, str]) -> list[str]:
@@ -277,14 +281,32 @@ def likelihood_table(rows: Rows, titles: dict[str, str]) -> list[str]:
     return markdown_table(head, lines)
 
 
+def published_rows() -> dict[str, list[str]]:
+    """Return the published values in the order of COLUMNS, by name."""
+    values = {}
+    for line in PUBLISHED.strip().splitlines():
+        name, _, words = line.partition("|")
+        values[name] = words.split()
+    return values
+
+
+def sample_rows(
+    rows: Rows, titles: dict[str, str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each row of samples, with what its system is and how it was sampled."""
+    for system, title in titles.items():
+        for row in rows.get(system, {}).values():
+            if "mode" in row:
+                yield name_of(title, row["mode"]), row
+
+
 def samples_table(rows: Rows, titles: dict[str, str]) -> list[str]:
     """Return the table of MOSES: published rows, the ruler's and those of samples."""
     lines = []
-    for line in PUBLISHED.strip().splitlines():
-        name, _, values = line.partition("|")
+    for name, values in published_rows().items():
         parameters, epochs = SIZES.get(name, ("not counted", "not counted"))
-        cells = values.split()
-        cells += [""] * (len(COLUMNS) - len(cells))  # no training molecule is novel
+        missing = len(COLUMNS) - len(values)  # no training molecule is novel
+        cells = [*values, *[""] * missing]
         lines.append([f"{name} (published)", parameters, epochs, "30,000", "", *cells])
     ruler = json.loads((RESULTS / "ruler.json").read_text())
     measured = [f"{ruler[key]:.4f}" for key in list(COLUMNS)[:-1]]
@@ -292,16 +314,12 @@ def samples_table(rows: Rows, titles: dict[str, str]) -> list[str]:
         ["training molecules (our measures)", "", "", f"{ruler['molecules']:,}"]
         + [f"{ruler['molecules']:,}", *measured, ""]
     )
-    for system, title in titles.items():
-        for row in rows.get(system, {}).values():
-            if "mode" not in row:
-                continue
-            cells = [f"{row[key]:.4f}" if key in row else "-" for key in COLUMNS]
-            name = name_of(title, row["mode"])
-            parameters = f"{row['parameters'] / 1e6:.2f}M"
-            count = row["samples"]
-            valid = round(count * row["valid"])
-            lines.append([name, parameters, "0.25", f"{count:,}", f"{valid:,}", *cells])
+    for name, row in sample_rows(rows, titles):
+        cells = [f"{row[key]:.4f}" if key in row else "-" for key in COLUMNS]
+        parameters = f"{row['parameters'] / 1e6:.2f}M"
+        count = row["samples"]
+        valid = round(count * row["valid"])
+        lines.append([name, parameters, "0.25", f"{count:,}", f"{valid:,}", *cells])
     head = ["", "parameters", "epochs", "made", "of these valid", *COLUMNS.values()]
     return [*markdown_table(head, lines), "", FEWER]
 
@@ -315,17 +333,9 @@ def name_of(title: str, mode: str) -> str:
 def costs_table(rows: Rows, titles: dict[str, str]) -> list[str]:
     """Return validity, passes and seconds by system and mode."""
     lines = []
-    for system, title in titles.items():
-        for row in rows.get(system, {}).values():
-            if "mode" in row:
-                lines.append(
-                    [
-                        name_of(title, row["mode"]),
-                        share_cell(row["valid"], row["samples"]),
-                        f"{row['passes']:.1f}",
-                        f"{row['seconds']:.3f}",
-                    ]
-                )
+    for name, row in sample_rows(rows, titles):
+        valid = share_cell(row["valid"], row["samples"])
+        lines.append([name, valid, f"{row['passes']:.1f}", f"{row['seconds']:.3f}"])
     head = ["samples", "valid", "passes a molecule", "seconds a molecule"]
     return markdown_table(head, lines)
 
@@ -439,13 +449,11 @@ def figure(rows: Rows, titles: dict[str, str]) -> bytes:
             hole = measures.get(f"hole_{mode}")
             if hole is not None:
                 draw_share(right, row, mode, hole["valid"], hole["molecules"])
-    for line in PUBLISHED.strip().splitlines():
-        name, _, values = line.partition("|")
-        if name in DRAWN_ROWS:
-            share = 100 * float(values.split()[0])
-            left.axvline(share, color=COLORS[1], linestyle="--", linewidth=1)
-            words = f"{name}\n(published)"
-            left.text(share - 1, len(systems) - 0.55, words, ha="right", fontsize=8)
+    for name in DRAWN_ROWS:
+        share = 100 * float(published_rows()[name][0])
+        left.axvline(share, color=COLORS[1], linestyle="--", linewidth=1)
+        words = f"{name}\n(published)"
+        left.text(share - 1, len(systems) - 0.55, words, ha="right", fontsize=8)
     left.set_yticks(range(len(systems)), [titles[system] for system in systems])
     left.set_ylim(len(systems) - 0.4, -0.6)
     left.set_xlabel("samples that are valid molecules, %")
@@ -453,10 +461,10 @@ def figure(rows: Rows, titles: dict[str, str]) -> bytes:
     for axes in (left, right):
         axes.set_xlim(0, 101)
         axes.grid(axis="x", alpha=0.3)
-    handles, labels = left.get_legend_handles_labels()
-    handles += right.get_legend_handles_labels()[0]
-    labels += right.get_legend_handles_labels()[1]
-    by_label = dict(zip(labels, handles, strict=True))
+    by_label = {}  # each mode once, of both panels
+    for axes in (left, right):
+        handles, labels = axes.get_legend_handles_labels()
+        by_label.update(zip(labels, handles, strict=True))
     panels.legend(
         by_label.values(), by_label, loc="outside lower center", ncols=3, fontsize=9
     )
@@ -467,11 +475,10 @@ def figure(rows: Rows, titles: dict[str, str]) -> bytes:
 def draw_share(axes, row: int, mode: str, share: float, count: int) -> None:
     """Draw a share of `count` in percent, with its interval."""
     place = list(MODES).index(mode)
-    half = 1.96 * math.sqrt(share * (1 - share) / count)
     axes.errorbar(
         100 * share,
         row + 0.1 * (place - 2.5),
-        xerr=100 * half,
+        xerr=100 * half_width(share, count),
         fmt="o",
         color=COLORS[place],
         capsize=3,
