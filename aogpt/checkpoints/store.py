@@ -38,15 +38,16 @@ STATE = "state.json"
 NONE_YET = ".no_checkpoint_yet"
 ADVICE = "use another checkpoint of the run"
 
-SPLITS = NotRequired[dict[str, dict[str, Any]]]
 Average = TypedDict("Average", {"updates": NonNegative, "decay": float})  # noqa: UP013
 Best = TypedDict("Best", {"step": NonNegative, "loss": float})  # noqa: UP013
 
 
 class Data(TypedDict):
+    """What is read again of the meta.json of a run's dataset."""
+
     tokenizer: str
     vocab_size: Count
-    splits: SPLITS
+    splits: NotRequired[dict[str, dict[str, Any]]]
 
 
 class CheckpointError(UserError):
