@@ -256,8 +256,11 @@ class TextModel:
                 "alternatives",
                 stacklevel=2,
             )
-        refused = orders > 1 if predict is None else order != "l2r" or end
-        if refused:
+        if predict is None:
+            is_refused = orders > 1
+        else:
+            is_refused = order != "l2r" or end
+        if is_refused:
             raise UserError("predict takes orders, and neither order nor end")
         if predict is None:
             return self._score(texts, order, seed, end)
@@ -706,7 +709,8 @@ class TextModel:
         def wholes_of(text: str) -> list[str]:
             wholes = alternatives_of(text)
             first_tokens = {self._ids_to_score(whole, end)[0] for whole in wholes}
-            self._check_known(int(len(first_tokens) == 1))
+            # One that all begin with need not be scored to compare them.
+            self._check_known(count=int(len(first_tokens) == 1))
             return wholes
 
         wholes_of_texts = each(wholes_of, self._checked(texts, end_is_token=True))
