@@ -293,11 +293,13 @@ def published_rows() -> dict[str, list[str]]:
 def sample_rows(
     rows: Rows, titles: dict[str, str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each row of samples, with what its system is and how it was sampled."""
+    """Yield the row of the most samples of each system and mode, with what they are."""
     for system, title in titles.items():
-        for row in rows.get(system, {}).values():
-            if "mode" in row:
-                yield name_of(title, row["mode"]), row
+        measures = rows.get(system, {})
+        for mode in MODES:
+            row = most_samples(measures, mode)
+            if row is not None:
+                yield name_of(title, mode), row
 
 
 def samples_table(rows: Rows, titles: dict[str, str]) -> list[str]:
