@@ -491,20 +491,18 @@ def test_the_simple_sampler_is_the_engine(system, mode):
         assert (log_probs - got.log_probs[b]).abs().max() < 1e-5  # kept in float32
 
 
-def assert_same_samples(got, expected, cut=...):
-    """Tokens, steps and log-probabilities; `cut`: an index of the rows and positions of
-    the expected ones. Log-probabilities are stored as float32, in steps of up to
-    1e-6."""
-    assert torch.equal(got.tokens, expected.tokens[cut])
-    assert torch.equal(got.step, expected.step[cut])
-    assert (got.log_probs - expected.log_probs[cut]).abs().max() < 1e-5
+def assert_same_samples(got, expected):
+    """Tokens, steps and log-probabilities, which are stored as float32, in steps of up
+    to 1e-6."""
+    assert torch.equal(got.tokens, expected.tokens)
+    assert torch.equal(got.step, expected.step)
+    assert (got.log_probs - expected.log_probs).abs().max() < 1e-5
 
 
 @of_systems(ALONE)
 def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
-    """Float64, so that no rounding tips a token. Batches of 2 to all 7; each row alone,
-    cut. What stands at free positions is ignored; tokens that may not be drawn may be
-    given."""
+    """Float64, so that no rounding tips a token. What stands at free positions is
+    ignored; tokens that may not be drawn may be given."""
     model = text_model(system, torch.float64)
     given = given_for(system, 7, seed=3)
     given[2] = False
@@ -528,20 +526,11 @@ def test_a_sample_depends_on_its_own_row_and_not_on_the_batch(system, mode):
     assert torch.equal(draw(other_inputs, vocab_size=5).tokens, few.tokens)
 
     whole = draw(tokens)
-    for size in (2, 3, 100):
+    for size in (1, 3, 100):
         parts = draw(tokens, batch_size=size)
         assert_same_samples(parts, whole)
         assert parts.token_forwards == whole.token_forwards
         assert torch.equal(parts.length, LENGTHS)
-    for b, length in ((1, 5), (5, 9), (6, 12)):
-        cut = (slice(b, b + 1), slice(length))
-        shorter = dataclasses.replace(
-            plan[b : b + 1], order=plan.order[cut], step=plan.step[cut], length=None
-        )
-        alone = generate(
-            model, shorter, tokens[cut], uniforms=uniforms[cut], choice=choice
-        )
-        assert_same_samples(alone, whole, cut)
 
     changed = uniforms.clone()
     changed[3] = (changed[3] + 0.5) % 1
@@ -655,56 +644,35 @@ def test_on_a_device_without_float64_the_same_tokens_are_drawn(
     assert_same_samples(got, expected)
 
 
-@pytest.fixture
-def work(monkeypatch):
-    """What the model is asked for: inputs per cached pass, and rows that reach the
-    head."""
-    seen = {"inputs": [], "heads": 0}
-    hidden = cached.cached_hidden
-    logits = cached.float32_logits
+@pytest.mark.parametrize("mode", OF_EACH_KIND)
+def test_calls_and_inputs_are_counted_where_the_model_is_called(mode, monkeypatch):
+    """A sample takes part in as many calls as it needs alone."""
+    inputs = []
 
     def counted_hidden(model, ordered, order, step, **more):
-        # not compiled: no padding
-        assert step.inputs == int(step.count.sum())
-        assert step.width == int(step.count.max())
-        seen["inputs"].append(step.inputs)
-        return hidden(model, ordered, order, step, **more)
+        inputs.append(step.inputs)
+        return cached.cached_hidden(model, ordered, order, step, **more)
 
-    def counted_logits(model, x):
-        seen["heads"] += len(x)
-        return logits(model, x)
-
-    monkeypatch.setattr(batch, "cached_hidden", counted_hidden)
-    monkeypatch.setattr(batch, "float32_logits", counted_logits)
-    return seen
-
-
-@pytest.mark.parametrize("mode", OF_EACH_KIND)
-def test_calls_and_inputs_are_counted_where_the_model_is_called(mode, work):
-    """Of fixed plans, calls are the steps of the longest row and work is below 2n +
-    steps inputs a row."""
     plan = make_plan(mode, 7, LENGTHS, some_given(7, LENGTH, seed=2))
     tokens = torch.zeros(7, LENGTH).long()
     uniforms = uniforms_for(7)
+    calls = []
+    for b in range(7):
+        row = slice(b, b + 1)
+        alone = generate(text_model(), plan[row], tokens[row], uniforms=uniforms[row])
+        calls.append(alone.model_calls)
+    monkeypatch.setattr(batch, "cached_hidden", counted_hidden)
     progress = []
     got = generate(
         text_model(), plan, tokens, uniforms=uniforms, progress=progress.append
     )
-    assert got.model_calls == len(work["inputs"])
-    assert got.token_forwards == sum(work["inputs"])
-    assert sum(progress) == int(plan.generated.sum())
-    steps = group_sizes(plan).bool().sum(1).tolist()
-    if mode in FIXED:
-        assert got.model_calls == max(steps) == len(progress)
-        assert sum(progress) == work["heads"]
-    calls = []
-    for b, n in enumerate(plan.length.tolist()):
-        row = slice(b, b + 1)
-        alone = generate(text_model(), plan[row], tokens[row], uniforms=uniforms[row])
-        calls.append(alone.model_calls)
-        if mode in FIXED:
-            assert alone.token_forwards <= max(0, 2 * n + steps[b] - 1)
     assert got.nfe.tolist() == calls
+    assert got.model_calls == len(inputs)
+    assert got.token_forwards == sum(inputs)
+    assert sum(progress) == int(plan.generated.sum())
+    if mode in FIXED:
+        longest = int(group_sizes(plan).bool().sum(1).max())
+        assert got.model_calls == longest == len(progress)
 
 
 BY_HAND = {"l2r": 12, "mdm:steps=1": 12, "random": 12, "even:steps=4": 12 + 3 * 2}
@@ -754,60 +722,41 @@ def test_speculation_accepts_every_draft_where_positions_are_independent(draft):
 
 def test_where_there_is_nothing_to_generate_no_call_is_made():
     tokens = random_tokens(vocab_size=17, batch_size=2, length=LENGTH, seed=0)
-    all_given = torch.ones(2, LENGTH).bool()
-    for plan, given in (
-        (order_plan(Samples(2, 0), "l2r"), None),
-        (order_plan(Samples(2, LENGTH, given=all_given), "l2r"), tokens),
-    ):
-        got = generate(text_model(), plan, given, generator=seeded(0))
-        assert torch.equal(got.tokens, tokens[:, : got.tokens.shape[1]])
-        assert (got.model_calls, got.token_forwards) == (0, 0)
-        assert (got.step == -1).all()
-        assert (got.log_probs == 0).all()
+    plan = order_plan(Samples(2, LENGTH, given=torch.ones(2, LENGTH).bool()), "l2r")
+    got = generate(text_model(), plan, tokens, generator=seeded(0))
+    assert torch.equal(got.tokens, tokens)
+    assert (got.model_calls, got.token_forwards) == (0, 0)
+    assert (got.step == -1).all()
+    assert (got.log_probs == 0).all()
+    nothing = order_plan(Samples(2, 0), "l2r")
+    assert generate(text_model(), nothing, generator=seeded(0)).model_calls == 0
 
 
-@pytest.fixture
-def narrow(monkeypatch):
-    """Memory runs out in the second step of batches of more samples; returns the sizes
-    tried."""
-
-    def set_most(most):
-        sizes = []
-        step = Batch.take_step
-
-        def limited(self, *arguments):
-            if sizes[-1:] != [self.B]:
-                sizes.append(self.B)
-            elif self.B > most:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return step(self, *arguments)
-
-        monkeypatch.setattr(Batch, "take_step", limited)
-        return sizes
-
-    return set_most
-
-
-def test_where_memory_runs_out_the_batch_is_halved_and_the_samples_stay(
-    narrow, monkeypatch
-):
-    """Progress ends at what is generated."""
+def test_where_memory_runs_out_the_batch_is_halved_and_the_samples_stay(monkeypatch):
+    """Memory runs out in the second step of more than `most` samples. Progress ends at
+    what is generated."""
     model = text_model(dtype=torch.float64)
     plan = make_plan("mdm:steps=5", 8, LENGTH)
-    progress = []
     whole = generate(model, plan, generator=seeded(0))
-    sizes = narrow(2)
+    most = 2
+    sizes = []
+    progress = []
+    step = Batch.take_step
+
+    def limited(self, *arguments):
+        if sizes[-1:] != [self.B]:
+            sizes.append(self.B)
+        elif self.B > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step(self, *arguments)
+
+    monkeypatch.setattr(Batch, "take_step", limited)
     got = generate(model, plan, generator=seeded(0), progress=progress.append)
     assert sizes == [8, 4, 2]
     assert torch.equal(got.tokens, whole.tokens)
     assert sum(progress) == 8 * LENGTH
-    assert len(generate(model, plan, generator=seeded(0), batch_size=6)) == 8
-    assert sizes == [8, 4, 2, 6, 3, 1]
-    narrow(0)
+    most = 0
     with pytest.raises(ValueError, match="with one sample of .* take shorter"):
-        generate(model, plan, generator=seeded(0))
-    monkeypatch.setattr(Batch, "take_step", lambda *more: torch.eye(2) @ torch.eye(3))
-    with pytest.raises(RuntimeError, match="cannot be multiplied"):
         generate(model, plan, generator=seeded(0))
 
 
@@ -878,29 +827,18 @@ def steps_of(plan):
 
 
 @pytest.mark.parametrize(
-    "mode",
-    [
-        "mdm:steps=64",
-        "even:steps=64",
-        "mdm:steps=64,schedule=cosine",
-        "mdm:steps=1024",
-        "entropy:group=16",
-    ],
+    "mode", ["mdm:steps=64", "mdm:steps=64,schedule=cosine", "entropy:group=16"]
 )
 def test_a_plan_takes_few_shapes_and_another_plan_of_its_kind_hardly_a_new_one(mode):
+    """Each costs a compilation."""
     given = torch.arange(1024).expand(8, -1) < 300
     shapes = set()
-    names = ("inputs", "width", "end")
     for seed in range(3):
-        before = len(shapes)
+        most = len(shapes) + 4 if shapes else 24
         for step in steps_of(make_plan(mode, 8, 1024, given, seed=seed)):
             few = compiled.few_shapes(step, 1024)
-            for name in (*names, "all_candidates", "all_size"):
-                need = getattr(step, name)
-                most = {"end": 256}.get(name, 8)
-                assert need <= getattr(few, name) <= max(2 * need, most)
-            shapes.add(tuple(getattr(few, name) for name in names))
-        assert len(shapes) <= (24 if seed == 0 else before + 4)
+            shapes.add((few.inputs, few.width, few.end))
+        assert len(shapes) <= most
 
 
 @pytest.mark.parametrize(
@@ -933,30 +871,53 @@ DRAFTED = speculative_plan(Samples(1, 4), draft=2)
 
 
 @pytest.mark.parametrize(
-    "plan, arguments, words",
+    "system, plan, arguments, words",
     [
-        (order_plan(Samples(1, 17), "l2r"), {}, "17 tokens.*up to 16"),
-        (PROMPTED, {}, "given positions: pass their tokens"),
-        (PROMPTED, {"tokens": torch.tensor([[17, 0, 0, 0]])}, "vocabulary of 17"),
-        (PLAN, {"tokens": torch.zeros(1, 5).long()}, r"\(1, 5\).*\(1, 4\)"),
-        (PLAN, {"uniforms": torch.ones(1, 4).double()}, r"uniforms.*\[0, 1\)"),
-        (PLAN, {"forced": torch.zeros(1, 1).long()}, "the plan is for"),
-        (dataclasses.replace(PLAN, unmask_by="oracle"), {}, "needs forced tokens"),
-        (PLAN, {"forced": torch.full((1, 4), 17)}, "outside the model's vocabulary"),
-        (DRAFTED, {"forced": torch.zeros(1, 4).long()}, "force none"),
+        ("AO-GPT", order_plan(Samples(1, 17), "l2r"), {}, "17 tokens.*up to 16"),
+        ("AO-GPT", PROMPTED, {}, "given positions: pass their tokens"),
+        (
+            "AO-GPT",
+            PROMPTED,
+            {"tokens": torch.tensor([[17, 0, 0, 0]])},
+            "vocabulary of 17",
+        ),
+        ("AO-GPT", PLAN, {"tokens": torch.zeros(1, 5).long()}, r"\(1, 5\).*\(1, 4\)"),
+        (
+            "AO-GPT",
+            PLAN,
+            {"uniforms": torch.ones(1, 4).double()},
+            r"uniforms.*\[0, 1\)",
+        ),
+        (
+            "AO-GPT",
+            dataclasses.replace(PLAN, unmask_by="oracle"),
+            {},
+            "needs forced tokens",
+        ),
+        (
+            "AO-GPT",
+            PLAN,
+            {"forced": torch.full((1, 4), 17)},
+            "outside the model's vocabulary",
+        ),
+        ("AO-GPT", DRAFTED, {"forced": torch.zeros(1, 4).long()}, "force none"),
+        ("RADD", DRAFTED, {}, "speculation needs causal"),
+        ("GPT-2", DRAFTED, {}, "plain GPT"),
+        # It has one prediction for all positions: samples would be wrong.
+        (ROTARY_GPT, make_plan("random", 1, 4), {}, "plain GPT.*mode l2r, one token"),
+        ("GPT-2", make_plan("l2r:group=2", 1, 4), {}, "plain GPT.*mode l2r, one token"),
     ],
 )
-def test_generate_refuses_what_it_cannot_do_and_says_why(plan, arguments, words):
+def test_generate_refuses_what_it_cannot_do_and_says_why(
+    system, plan, arguments, words
+):
     with pytest.raises(ValueError, match=words):
-        generate(text_model(), plan, generator=seeded(0), **arguments)
+        generate(text_model(system), plan, generator=seeded(0), **arguments)
 
 
-def test_models_that_cannot_follow_a_plan_are_refused():
+def test_a_model_in_training_mode_is_refused():
     with pytest.raises(ValueError, match="training mode.*eval"):
         generate(make_system("AO-GPT").train(), PLAN, generator=seeded(0))
-    for system in ("GPT-2", *ENCODERS):
-        with pytest.raises(ValueError, match="plain GPT|speculation needs causal"):
-            generate(text_model(system), DRAFTED, generator=seeded(0))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -992,10 +953,6 @@ def test_packed_layers_generate_what_the_models_own_do(monkeypatch):
         copy = cached.decoding_copy(model, batch_size)
         layers = {type(module) for module in copy.modules()}
         assert (cached.PackedLinear in layers) == is_packed
-        assert (cached.PackedMLP in layers) == is_packed
-    with torch.autocast("cpu", torch.bfloat16):
-        rounded = generate(model, plan, uniforms=uniforms)
-    assert rounded.log_probs.isfinite().all()
 
 
 @pytest.mark.parametrize("mode", ["l2r", "l2r:group=3"])
@@ -1062,8 +1019,6 @@ def test_the_simple_sampler_is_greedy_at_no_temperature_and_without_a_nucleus():
     for settings in ({"top_p": 0.0}, {"temperature": 1e-320}):
         tokens, _ = simple_generate(model, order, [1] * 4, uniforms, **settings)
         assert torch.equal(tokens, greedy)
-    with pytest.raises(UserError, match="pass their tokens"):
-        simple_generate(model, order, [2], uniforms)
 
 
 @pytest.mark.parametrize(
@@ -1071,13 +1026,11 @@ def test_the_simple_sampler_is_greedy_at_no_temperature_and_without_a_nucleus():
     [
         ("RADD", {}, "for decoders"),
         ("AO-GPT", {"order": torch.tensor([0, 0, 1, 3])}, "a permutation of 0..3"),
-        ("AO-GPT", {"sizes": [2, 0, 2]}, "at least 1"),
-        ("AO-GPT", {"sizes": [4, 1]}, "add up to at most 4"),
+        ("AO-GPT", {"sizes": [2, 0, 2]}, "at least 1 that add up to at most 4"),
+        ("AO-GPT", {"sizes": [2]}, "pass their tokens"),
         ("AO-GPT", {"uniforms": torch.zeros(4)}, "4 uniforms of float64"),
         ("AO-GPT", {"temperature": math.nan}, "temperature is nan"),
-        ("AO-GPT", {"order": torch.arange(400)}, "up to"),
-        ("GPT-2", {"order": torch.arange(3, -1, -1)}, "plain GPT.*left to right"),
-        ("GPT-2", {"sizes": [2, 2]}, "plain GPT.*sizes of 1"),
+        ("GPT-2", {"sizes": [2, 2]}, "plain GPT.*left to right, and sizes of 1"),
     ],
 )
 def test_the_simple_sampler_refuses_what_it_cannot_use(system, changes, words):
@@ -1089,12 +1042,3 @@ def test_the_simple_sampler_refuses_what_it_cannot_use(system, changes, words):
             uniforms=changes.get("uniforms", torch.zeros(4).double()),
             temperature=changes.get("temperature", 1.0),
         )
-
-
-@pytest.mark.parametrize("mode", ["random", "l2r:group=2", "mdm:steps=2"])
-def test_a_plain_gpt_follows_no_plan_but_one_by_one_from_left_to_right(mode):
-    """It has one prediction for all positions: samples would be wrong."""
-    plan = make_plan(mode, 2, LENGTH, seed=1)
-    for system in GPTS:
-        with pytest.raises(UserError, match="plain GPT.*mode l2r, one token a step"):
-            generate(text_model(system), plan, generator=seeded(0))
