@@ -49,13 +49,27 @@ from aogpt.sampling import Engine, Plan
 from aogpt.scoring import group_starts, masked_log_probs, masked_logits, token_log_probs
 from aogpt.systems import build_model, log_linear_noise, parameter_counts
 from aogpt.training.batches import make_batch
-from aogpt.training.config import Config, StageConfig, TrainConfig
+from aogpt.training.config import Config, StageConfig
 
 LENGTH = TINY["block_size"]
 
 
 def parameters(model):
     return dict(model.named_parameters())
+
+
+def config_of(model):
+    """Return the config of a run that trains this model."""
+    c = model.config
+    objective = ObjectiveConfig("ao_ar")
+    if c.is_encoder:
+        objective = ObjectiveConfig("score_entropy" if c.noise else "k_dce")
+    elif c.l2r_only:
+        objective = ObjectiveConfig("ar")
+    elif c.target == "two_stream":
+        objective = ObjectiveConfig("groupwise", group=2)
+    order = OrderConfig("l2r" if c.l2r_only else "random")
+    return Config(model=c, objective=objective, order=order)
 
 
 def some_masked(batch_size, length, seed):
@@ -88,12 +102,11 @@ def test_decoders_of_groups_compute_their_formulas(group, system, settings):
     model = make_system(system, seed=group, **settings)
     tokens = random_tokens(TOKENS, batch_size=3, length=LENGTH, seed=1)
     order = random_orders(batch_size=3, length=LENGTH, seed=2)
-    expected = log_probs(model.config, parameters(model), tokens, order, group)
-    nll = model(tokens, order, group_starts(order, group))
-    assert (nll + expected).abs().max() < 1e-9
-    scored = token_log_probs(model, tokens, order, group_starts(order, group))
-    assert (scored - expected).abs().max() < 1e-9
     starts = group_starts(order, group)
+    expected = log_probs(model.config, parameters(model), tokens, order, group)
+    assert (model(tokens, order, starts) + expected).abs().max() < 1e-9
+    scored = token_log_probs(model, tokens, order, starts)
+    assert (scored - expected).abs().max() < 1e-9
     loss = ao_ar_loss(model, tokens, order, group_start=starts)
     assert abs(loss + expected.mean()) < 1e-9
     assert expected.std() > 0.3
@@ -126,18 +139,13 @@ def test_an_encoder_computes_its_formulas(system, length, seed):
 
 
 @torch.no_grad()
-def test_score_entropy_of_sedd_is_its_formula(seed=1):
+def test_score_entropy_of_sedd_is_its_formula_and_its_training_loss(seed=1):
     """1e-5: the noise level's cosines are those of its float32 rounding."""
     model = make_system("SEDD", seed)
+    config = config_of(model)
     tokens = random_tokens(TOKENS, 8, LENGTH, seed + 1)
-    masks = masks_at(
-        ObjectiveConfig("score_entropy"),
-        seed,
-        step=3,
-        rows=range(8),
-        total=8,
-        length=LENGTH,
-    )
+    batch = make_batch(tokens, config, 3, range(8))
+    masks = batch.masks
     sigma = masks.sigma[:, None, None]
     outputs = encoder_outputs(
         model.config, parameters(model), tokens, masks.masked, masks.sigma
@@ -152,6 +160,8 @@ def test_score_entropy_of_sedd_is_its_formula(seed=1):
     relative_error = (got - expected) / (1 + expected.abs())
     assert relative_error.abs().max() < 1e-5
     assert expected.max() > 0.1
+    loss = config.objective.definition.loss(model, batch, config.objective)
+    assert torch.equal(loss, got.mean())
 
 
 def listed_conditionals(model, length, seed):
@@ -303,24 +313,39 @@ def drawn_masks(kind, seed, step, rows, total, length=N):
     return masks_at(ObjectiveConfig(kind), seed, step, rows, total, length)
 
 
-def cell_of(rates, masked):
-    """Return which quarter of the rates (0, 1) and which of the 16 masks, as one number
-    below 64."""
-    quarters = (rates * 4).long().clamp(0, 3)
-    return quarters * 16 + pattern_index(masked)
+def highest_rate(kind):
+    """Return the end of the interval over which the rate of a mask is uniform."""
+    if kind in ("t_dce", "score_entropy"):
+        return 1 - Fraction(EPS)
+    return Fraction(1)
 
 
-def cell_probabilities(end):
-    """Return the probabilities of `cell_of`: the rate is uniform over (0, end), its
-    quarters those of end."""
+def cell_probabilities(kind):
+    """Return the probability of each quarter of the rates and each mask, (4, 16); of
+    k_dce, where the number of masked positions is uniform on 1 to n, and of a number
+    all sets are as frequent, that of each mask, (1, 16)."""
     sizes = PATTERNS.sum(dim=1).tolist()
-    values = []
+    if kind == "k_dce":
+        chances = [1 / (N * math.comb(N, m)) if m else 0.0 for m in sizes]
+        return torch.tensor([chances], dtype=torch.float64)
+    end = highest_rate(kind)
+    quarters = []
     for quarter in range(4):
         lowest = end * quarter / 4
         highest = end * (quarter + 1) / 4
-        for m in sizes:
-            values.append(float(integral(m, N - m, lowest, highest) / end))
-    return torch.tensor(values, dtype=torch.float64)
+        quarters.append(
+            [float(integral(m, N - m, lowest, highest) / end) for m in sizes]
+        )
+    return torch.tensor(quarters, dtype=torch.float64)
+
+
+def cells_of(masks, kind):
+    """Return which cell of `cell_probabilities` each mask is in."""
+    cells = pattern_index(masks.masked)
+    if kind == "k_dce":
+        return cells
+    rates = rate_of(masks, kind) / float(highest_rate(kind))
+    return (rates * 4).long().clamp(0, 3) * 16 + cells
 
 
 def rate_of(masks, kind):
@@ -347,23 +372,11 @@ def test_masks_have_their_distribution_and_a_share_of_them_leaves_a_prefix(
         total=40_000,
         length=N,
     )
-    end = Fraction(1)
-    if kind in ("t_dce", "score_entropy"):
-        end = Fraction(1) - Fraction(EPS)
-    if kind == "k_dce":  # k is uniform over 1..n, the mask uniform given k
-        chances = []
-        for k in PATTERNS.sum(1).tolist():
-            chances.append(1 / (N * math.comb(N, k)) if k else 0.0)
-        plain = torch.tensor([chances], dtype=torch.float64)
-        cells = pattern_index(masks.masked)
-        # perhaps float32
+    if kind == "k_dce":  # perhaps float32
         assert (masks.weight * masks.masked.sum(1) - N).abs().max() < 1e-6
-    else:
-        plain = cell_probabilities(end).view(4, 16)
-        rates = rate_of(masks, kind)
-        cells = cell_of(rates / float(end), masks.masked)
-        if end < 1:  # sigma is its noise level
-            assert (1 - (-masks.sigma).exp() - rates).abs().max() < 1e-9
+    elif highest_rate(kind) < 1:  # sigma is its noise level
+        assert (1 - (-masks.sigma).exp() - rate_of(masks, kind)).abs().max() < 1e-9
+    plain = cell_probabilities(kind)
     suffixes = torch.zeros_like(plain)
     for m in range(N + 1):
         of_size = PATTERNS.sum(1) == m
@@ -371,33 +384,26 @@ def test_masks_have_their_distribution_and_a_share_of_them_leaves_a_prefix(
         is_suffix = (PATTERNS == last).all(dim=1)
         suffixes[:, is_suffix] = plain[:, of_size].sum(dim=1, keepdim=True)
     expected = ((1 - share) * plain + share * suffixes).flatten()
-    counts = cells.bincount(minlength=len(expected))
+    counts = cells_of(masks, kind).bincount(minlength=len(expected))
     assert chi_square_p(counts, 40_000 * expected) > LEVEL
 
 
 @pytest.mark.parametrize("total", [1, 7])
 @pytest.mark.parametrize("kind", ["lambda_dce", "k_dce"])
 def test_stratified_masks_have_their_distribution_in_every_row(kind, total):
-    """k_dce: the number of masked positions is uniform on 1 to n, and of a number all
-    sets are as frequent."""
     batches = [drawn_masks(kind, 0, step, range(total), total) for step in range(4000)]
-    expected = cell_probabilities(Fraction(1))
-    if kind == "k_dce":
-        chances = [1 / (N * math.comb(N, k)) for k in PATTERNS.sum(1).tolist() if k]
-        expected = torch.tensor(chances, dtype=torch.float64)
+    expected = 4000 * cell_probabilities(kind).flatten()
     for row in range(total):
         masked = torch.stack([masks.masked[row] for masks in batches])
-        if kind == "k_dce":
-            cells = pattern_index(masked) - 1  # at least one position is masked
-        else:
-            rates = torch.stack([1 / masks.weight[row] for masks in batches])
-            cells = cell_of(rates, masked)
+        weight = torch.stack([masks.weight[row] for masks in batches])
+        cells = cells_of(Masks(masked, weight, sigma=weight), kind)
         observed = cells.bincount(minlength=len(expected))
-        assert chi_square_p(observed, 4000 * expected) > LEVEL, f"row {row}"
+        assert chi_square_p(observed, expected) > LEVEL, f"row {row}"
 
 
-def test_stratified_rates_lie_one_in_each_part_and_weigh_their_inverse():
-    """1e-6: the rates may be float32."""
+def test_stratified_rates_and_counts_lie_one_in_each_part():
+    """Of a batch of 8 one has a rate in each eighth, and two have each number of masked
+    positions. 1e-6: the rates may be float32."""
     for step in range(50):
         masks = drawn_masks("lambda_dce", seed=1, step=step, rows=range(8), total=8)
         rates = (1 / masks.weight).double()
@@ -405,24 +411,15 @@ def test_stratified_rates_lie_one_in_each_part_and_weigh_their_inverse():
         assert sorted(eighths.tolist()) == list(range(8))
         of_sigma = (1 - (-masks.sigma).exp()) / (1 - EPS)
         assert (of_sigma - rates).abs().max() < 1e-6
-
-
-def test_stratified_counts_lie_one_in_each_part():
-    """Of a batch of 2 n sequences two have each number of masked positions, also where
-    a process makes only some of the rows."""
-    for step in range(50):
-        masks = drawn_masks("k_dce", seed=1, step=step, rows=range(2 * N), total=2 * N)
+        masks = drawn_masks("k_dce", seed=1, step=step, rows=range(8), total=8)
         counts = masks.masked.sum(dim=1)
-        assert sorted(counts.tolist()) == sorted([*range(1, N + 1)] * 2)
+        assert sorted(counts.tolist()) == [1, 1, 2, 2, 3, 3, 4, 4]
         assert torch.equal(masks.weight, N / counts)
-        part = drawn_masks("k_dce", seed=1, step=step, rows=range(3, 6), total=2 * N)
-        assert torch.equal(part.masked, masks.masked[3:6])
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 64, 100, 1025])
 def test_counts_at_the_ends_of_the_random_numbers_are_one_and_all(n):
-    """Where a number is k / n of the way, k + 1 positions are masked: never none, never
-    more than there are."""
+    """Never none, never more than there are."""
     ends = [0.0, 2.0**-64, 1 - 2.0**-53]
     row_uniforms = torch.tensor(ends, dtype=torch.float64)
     position_uniforms = torch.rand(3, n, dtype=torch.float64)
@@ -430,21 +427,15 @@ def test_counts_at_the_ends_of_the_random_numbers_are_one_and_all(n):
     counts = masks.masked.sum(dim=1)
     assert counts.tolist() == [1, 1, n]
     assert torch.equal(masks.weight, n / counts)
-    inner = torch.arange(n, dtype=torch.float64) / n + 2.0**-20
-    masks = masks_of_count(inner, torch.rand(n, n, dtype=torch.float64), None)
-    assert masks.masked.sum(dim=1).tolist() == list(range(1, n + 1))
 
 
 def test_the_unweighted_loss_is_a_mean_over_the_masked_tokens_of_lambda_dce():
+    """Of which half are masked on average."""
     for step in range(3):
         weighted = drawn_masks("lambda_dce", seed=5, step=step, rows=range(8), total=8)
         plain = drawn_masks("masked_ce", seed=5, step=step, rows=range(8), total=8)
         assert torch.equal(weighted.masked, plain.masked)
         assert set(plain.weight.tolist()) == {2.0}
-        assert torch.equal(weighted.sigma, plain.sigma)
-    masks = drawn_masks("masked_ce", seed=0, step=0, rows=range(4000), total=4000)
-    masked_share = masks.masked.double().mean()
-    assert (2 * masked_share - 1).abs() < 0.02
 
 
 @pytest.mark.parametrize("kind", ["lambda_dce", "k_dce", "t_dce", "score_entropy"])
@@ -474,17 +465,14 @@ def test_draws_of_the_score_entropy_bound_have_its_integral_as_their_mean(seed=0
     tokens = random_tokens(V, 1, N, seed).expand(16, N)
     points, weights = np.polynomial.legendre.leggauss(200)
     exact = 0.0
-    eps = EPS
+    m = PATTERNS.sum(1)
     for t, share in zip((points + 1) / 2, weights / 2, strict=True):
-        rate = (1 - eps) * t
-        m = PATTERNS.sum(1)
+        rate = (1 - EPS) * t
         times = torch.full((len(PATTERNS),), t, dtype=torch.float64)
         sigma = log_linear_noise(times)
-        weight = torch.full_like(sigma, (1 - eps) / (1 - rate))
-        masks = Masks(PATTERNS, weight, sigma)
-        rows = tokens[:1].expand(len(PATTERNS), N)
+        masks = Masks(PATTERNS, torch.full_like(sigma, (1 - EPS) / (1 - rate)), sigma)
         with torch.no_grad():
-            losses = score_entropy(model, rows, masks, V).mean(dim=1)
+            losses = score_entropy(model, tokens, masks, V).mean(dim=1)
         probabilities = rate**m * (1 - rate) ** (N - m)
         exact += share * float((probabilities * losses).sum())
     draws = []
@@ -496,8 +484,6 @@ def test_draws_of_the_score_entropy_bound_have_its_integral_as_their_mean(seed=0
     error = means.std() / 20
     assert abs(means.mean() - exact) < 4.5 * error
     assert error < 0.05 * exact
-    assert draws[0].shape == (16, N)
-    assert draws[0].dtype == torch.float64
     # Whatever rows a process has, they are drawn alike.
     with torch.no_grad():
         part = token_score_entropy(model, tokens[:3], seed, 0, range(5, 8), 16)
@@ -505,25 +491,20 @@ def test_draws_of_the_score_entropy_bound_have_its_integral_as_their_mean(seed=0
 
 
 @torch.no_grad()
-def test_without_group_attention_a_context_in_groups_is_one_token_after_the_other():
+def test_without_group_attention_a_group_is_predicted_from_the_tokens_before_it():
+    """As by a step that knows this number of tokens, which the next test has."""
     model = make_system(ONE_BY_ONE, 3)
     tokens = random_tokens(TOKENS, batch_size=3, length=LENGTH, seed=0)
     order = random_orders(batch_size=3, length=LENGTH, seed=1)
+    starts = group_starts(order, 4)
+    got = token_log_probs(model, tokens, order, starts)
+    expected = token_log_probs(model, tokens, order, known=starts)
+    assert (got - expected).abs().max() < 1e-12
     gpt = make_system("AO-GPT", target="none")
     l2r = torch.arange(LENGTH).expand(3, LENGTH)
     for one_order, starts in ((l2r, group_starts(l2r, 2)), (order, None)):
         with pytest.raises(ValueError, match="plain GPT.*from left to right"):
             token_log_probs(gpt, tokens, one_order, starts)
-    got = token_log_probs(model, tokens, order, group_starts(order, 4))
-    # the second and later of a group: the step that begins it, of them
-    for i in range(LENGTH):
-        start = i // 4 * 4
-        first = order.clone()
-        first[:, start] = order[:, i]
-        first[:, i] = order[:, start]
-        expected = token_log_probs(model, tokens, first)[:, start]
-        # float64 sums in another order
-        assert (got[:, i] - expected).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("system", ["AO-GPT", "mask_query", ONE_BY_ONE, "RADD", "SEDD"])
@@ -546,20 +527,11 @@ def test_each_step_is_predicted_from_its_own_number_of_known_tokens(system):
         assert abs(got[b, i] - alone) < 1e-9
 
 
-def training_inputs(system, model, batch, seed):
-    """Return arguments of the training pass, as train.py gives them."""
-    tokens = random_tokens(TOKENS, batch, LENGTH, seed)
-    if system in ENCODERS:
-        kind = "score_entropy" if model.config.noise else "lambda_dce"
-        masks = drawn_masks(kind, seed, 0, range(batch), batch, LENGTH)
-        if model.config.noise:
-            return tokens, masks.masked, masks.sigma.float()
-        return tokens, masks.masked
-    kind = "l2r" if system == "GPT-2" else "random"
-    order = orders_at(OrderConfig(kind), seed, 0, range(batch), LENGTH)
-    if system == "two_stream":
-        return tokens, order, group_starts(order, 2)
-    return tokens, order
+def training_loss(model, config, step, rows):
+    """Return the loss of the first rows of a batch, as train.py computes it."""
+    tokens = random_tokens(TOKENS, rows, LENGTH, step)
+    batch = make_batch(tokens, config, step, range(rows))
+    return config.objective.definition.loss(model, batch, config.objective)
 
 
 @pytest.mark.parametrize(
@@ -576,17 +548,15 @@ def test_the_training_forward_of_every_system_compiles_to_one_graph_once(system)
     model = make_system(system, dtype=torch.float32, n_layer=1).train()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
-    for batch in range(2):
-        inputs = training_inputs(system, model, 4, batch)
-        model.zero_grad()
-        out = compiled(*inputs)
-        out.mean().backward()
-        got = [out.detach(), *(p.grad.clone() for p in model.parameters())]
-        model.zero_grad()
-        out = model(*inputs)
-        out.mean().backward()
-        expected = [out.detach(), *(p.grad for p in model.parameters())]
-        for a, b in zip(got, expected, strict=True):
+    config = config_of(model)
+    for step in range(2):
+        results = []
+        for forward in (compiled, model):
+            model.zero_grad()
+            loss = training_loss(forward, config, step, 4)
+            loss.backward()
+            results.append([loss.detach(), *(p.grad for p in model.parameters())])
+        for a, b in zip(*results, strict=True):
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
     assert counter.frame_count == 1
     torch._dynamo.reset()
@@ -609,25 +579,7 @@ def dead_by_design(system, name, p):
 def test_every_element_of_every_parameter_learns(system):
     """Gradients of what learns are above 1e-8, float64 rounding of a zero is 1e-16."""
     model = make_system(system, seed=2)
-    inputs = training_inputs(system, model, 64, 1)
-    if model.config.noise:
-        masks = drawn_masks(
-            "score_entropy", seed=1, step=0, rows=range(64), total=64, length=LENGTH
-        )
-        loss = score_entropy(model, inputs[0], masks, TOKENS).mean(dim=1)
-    elif system in ENCODERS:
-        masks = drawn_masks(
-            "k_dce", seed=1, step=0, rows=range(64), total=64, length=LENGTH
-        )
-        loss = masked_nll(model, inputs[0], masks)
-    elif system == "two_stream":
-        tokens, order, _ = inputs
-        starts = group_starts(order, 2)
-        loss = ao_ar_loss(model, tokens, order, group_start=starts)
-    else:
-        tokens, order = inputs
-        loss = ao_ar_loss(model, tokens, order)
-    loss.mean().backward()
+    training_loss(model, config_of(model), 1, 64).backward()
     for name, p in model.named_parameters():
         dead = p.grad.abs() < 1e-12
         expected = dead_by_design(system, name, p)
@@ -661,20 +613,18 @@ def test_parameter_counts_of_every_system_sum_to_the_total(system):
     assert counts["embeddings"] == D * (TINY["vocab_size"] + positions + has_start)
 
 
-CURRICULUM = (
-    StageConfig(step=10, kind="l2r", l2r_prob=0.1, group=1),
-    StageConfig(step=20, kind="l2r", l2r_prob=0.1, group=2),
-    StageConfig(step=35, kind="mixture", l2r_prob=0.25, group=4),
-)
-
-
-def curriculum_config(schedule=CURRICULUM):
-    model = ModelConfig(
+CURRICULUM = Config(
+    model=ModelConfig(
         TOKENS + 1, LENGTH, n_layer=1, n_head=2, n_embd=8, target="two_stream"
-    )
-    objective = ObjectiveConfig("groupwise", group=3)
-    order = OrderConfig("random", seed=7)
-    return Config(model=model, objective=objective, order=order, schedule=schedule)
+    ),
+    objective=ObjectiveConfig("groupwise", group=3),
+    order=OrderConfig("random", seed=7),
+    schedule=(
+        StageConfig(step=10, kind="l2r", l2r_prob=0.1, group=1),
+        StageConfig(step=20, kind="l2r", l2r_prob=0.1, group=2),
+        StageConfig(step=35, kind="mixture", l2r_prob=0.25, group=4),
+    ),
+)
 
 
 L2R_STAGE = OrderConfig("l2r", 0.1, seed=7)
@@ -692,37 +642,13 @@ L2R_STAGE = OrderConfig("l2r", 0.1, seed=7)
 def test_training_uses_the_orders_and_groups_of_each_stage_until_the_next(
     order, group, steps
 ):
-    config = curriculum_config()
-    rows = range(6)
-    model = randomise(build_model(config.model).double(), 0)
-    tokens = random_tokens(TOKENS, batch_size=6, length=LENGTH, seed=0)
+    model = randomise(build_model(CURRICULUM.model).double(), 0)
     for step in steps:
-        orders = orders_at(order, config.seed, step, rows, LENGTH)
+        tokens = random_tokens(TOKENS, 6, LENGTH, step)
+        orders = orders_at(order, CURRICULUM.seed, step, range(6), LENGTH)
         starts = group_starts(orders, group)
         expected = ao_ar_loss(model, tokens, orders, group_start=starts)
-        batch = make_batch(tokens, config, step, rows)
-        assert torch.equal(
-            config.objective.definition.loss(model, batch, config.objective), expected
-        )
-
-
-def test_training_of_sedd_minimises_its_score_entropy():
-    model = make_system("SEDD", dtype=torch.float32)
-    config = Config(
-        model=model.config,
-        objective=ObjectiveConfig("score_entropy"),
-        train=TrainConfig(batch_size=12, micro_batch_size=4),
-        seed=5,
-    )
-    tokens = random_tokens(TOKENS, batch_size=4, length=LENGTH, seed=0)
-    rows = range(4, 8)
-    masks = masks_at(
-        config.objective, seed=5, step=9, rows=rows, total=12, length=LENGTH
-    )
-    expected = score_entropy(model, tokens, masks, TOKENS).mean()
-    batch = make_batch(tokens, config, 9, rows)
-    loss = config.objective.definition.loss(model, batch, config.objective)
-    assert torch.equal(loss, expected)
+        assert torch.equal(training_loss(model, CURRICULUM, step, 6), expected)
 
 
 def test_orders_and_groups_that_do_not_fit_are_a_user_error():
