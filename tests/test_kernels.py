@@ -23,7 +23,6 @@ from aogpt.runtime import devices
 from aogpt.sampling import Engine, compiled
 from aogpt.sampling.batch import CachedBatch
 from aogpt.sampling.cached import Step, ragged
-from aogpt.sampling.compiled import attention_kernel_for
 from aogpt.sampling.token_choice import TokenChoice
 
 triton = pytest.importorskip("triton")
@@ -186,41 +185,6 @@ def small_system(system):
     return model.to(DEVICE)
 
 
-@pytest.mark.parametrize(
-    "system, mode",
-    some_slow(
-        [
-            ("AO-GPT", "mdm:steps=3"),
-            ("target rotary", "confidence:group=2"),
-            ("GPT-2", "l2r"),
-            ("two_stream", "even:steps=3"),
-            ("Llama", "random:group=3"),
-            ("AO-GPT", "entropy:entropy_bound=0.95"),
-            ("AO-GPT", "speculative:order=l2r,draft=4"),
-            ("SEDD", "even:steps=3"),
-        ],
-        lambda system, mode: (system, mode) == ("AO-GPT", "mdm:steps=3"),
-        INTERPRETED,
-    ),
-)
-def test_the_engine_generates_with_ragged_attention_what_it_does_without(
-    system, mode, attention_calls, monkeypatch
-):
-    """Rows of different lengths, some tokens given. It comes with --compile alone."""
-    model = small_system(system)
-    given = None if mode == "l2r" else some_given(5, 12, seed=1)
-    plan = make_plan(mode, 5, torch.tensor([12, 5, 0, 12, 9]), given)
-    tokens = random_tokens(vocab_size=11, batch_size=5, length=12, seed=2)
-    engine = Engine(model, TokenChoice(0.9, 0.9), vocab_size=11)
-    reference = engine.generate(plan, tokens, seeded(1))
-    assert not attention_calls
-    monkeypatch.setattr(CachedBatch, "kernel", attention_kernel_for(model))
-    got = engine.generate(plan, tokens, seeded(1))
-    assert bool(attention_calls) == (system not in ("two_stream", "SEDD"))
-    assert torch.equal(reference.tokens, got.tokens)
-    assert (reference.log_probs - got.log_probs).abs().max() < 1e-5  # float32
-
-
 def test_compiling_takes_ragged_attention_and_graphs(attention_calls, monkeypatch):
     monkeypatch.setattr(compiled, "compiled_copy", lambda model: model)
     model = small_system("AO-GPT")
@@ -272,48 +236,46 @@ def test_sizes_of_graphs_grow_by_a_quarter_at_most():
         assert n <= last < max(n + 8, 1.25 * n + 8)
 
 
-@ON_CPU
-@pytest.mark.slow(reason=INTERPRETED)
 @pytest.mark.parametrize(
     "system, mode",
-    [
-        ("AO-GPT", "mdm:steps=6"),
-        ("GPT-2", "l2r"),
-        ("AO-GPT", "confidence:group=3"),
-        ("target rotary", "speculative:order=l2r,draft=3"),
-        ("AO-GPT", "confidence:threshold=0.45,block=3"),
-        ("two_stream", "even:steps=4"),
-        ("SEDD", "even:steps=4"),
-    ],
+    some_slow(
+        [
+            ("AO-GPT", "mdm:steps=3"),
+            ("GPT-2", "l2r"),
+            ("AO-GPT", "entropy:entropy_bound=0.95"),
+            ("target rotary", "speculative:order=l2r,draft=3"),
+            ("AO-GPT", "confidence:threshold=0.45,block=3"),
+            ("Llama", "random:group=3"),
+            ("two_stream", "even:steps=4"),
+            ("SEDD", "even:steps=4"),
+        ],
+        lambda system, mode: system == "Llama",
+        INTERPRETED,
+    ),
 )
-def test_replayed_steps_are_eager_steps(system, mode, graphs):
-    """Batches of rows of different lengths; nothing is recorded once a plan has
-    begun."""
+def test_replayed_steps_with_ragged_attention_are_eager_steps(
+    system, mode, graphs, attention_calls
+):
+    """Batches of rows of different lengths, some tokens given; nothing is recorded once
+    a plan has begun."""
     model = small_system(system)
     given = None if mode == "l2r" else some_given(5, 12, seed=1)
-    fast_engine = Engine(
-        model, batch_size=3, choice=TokenChoice(0.9, 0.9), vocab_size=11, compile=True
-    )
-    lengths = torch.tensor([12, 5, 0, 12, 9])
-    for seed in (0, 1):
-        plan = make_plan(mode, 5, lengths, given, seed=seed)
-        tokens = random_tokens(vocab_size=11, batch_size=5, length=12, seed=2)
-        eager = generate(
-            model,
-            plan,
-            tokens,
-            generator=seeded(2),
-            choice=TokenChoice(0.9, 0.9),
-            vocab_size=11,
-        )
-        got = fast_engine.generate(plan, tokens, seeded(2))
-        assert torch.equal(eager.tokens, got.tokens)
-        # batches of 5 and of 3
-        assert (eager.log_probs - got.log_probs).abs().max() < 1e-5
-        recorded = {key.method for key in fast_engine.batch.graphs}
-        assert ("predict" in recorded) == (system != "two_stream")
-        unmasks = not (mode.startswith("speculative") or "threshold" in mode)
-        assert ("unmask" in recorded) == unmasks
+    choice = TokenChoice(0.9, 0.9)
+    eager_engine = Engine(model, choice, vocab_size=11)
+    fast_engine = Engine(model, choice, vocab_size=11, batch_size=3, compile=True)
+    tokens = random_tokens(vocab_size=11, batch_size=5, length=12, seed=2)
+    plan = make_plan(mode, 5, torch.tensor([12, 5, 0, 12, 9]), given)
+    eager = eager_engine.generate(plan, tokens, seeded(2))
+    assert not attention_calls
+    got = fast_engine.generate(plan, tokens, seeded(2))
+    assert bool(attention_calls) == (system not in ("two_stream", "SEDD"))
+    assert torch.equal(eager.tokens, got.tokens)
+    # batches of 5 and of 3
+    assert (eager.log_probs - got.log_probs).abs().max() < 1e-5
+    recorded = {key.method for key in fast_engine.batch.graphs}
+    assert ("predict" in recorded) == (system != "two_stream")
+    is_adaptive = "speculative" in mode or "threshold" in mode or "bound" in mode
+    assert ("unmask" in recorded) != is_adaptive
     before = len(fast_engine.batch.graphs)
     fast_engine.generate(plan, tokens, seeded(3))
     assert len(fast_engine.batch.graphs) == before
