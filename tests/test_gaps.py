@@ -17,7 +17,7 @@ from aogpt.checkpoints import Loaded
 from aogpt.data.tokenizers import get_tokenizer
 from aogpt.runtime.errors import UserError
 from aogpt.sampling import modes
-from aogpt.scoring import known_from, masked_logits, token_log_probs
+from aogpt.scoring import token_log_probs
 
 BOOKS = "results/books_model"
 SYSTEMS_OF_ANY_ORDER = [
@@ -52,19 +52,6 @@ def test_masks_are_read_and_their_length_is_compared_before_they_are_made():
             modes.encode_gaps(text, tokenizer, 8)
 
 
-@pytest.mark.parametrize("system", ["AO-GPT", "RADD"])
-@torch.no_grad()
-def test_blanks_are_the_conditionals(system):
-    text = small(system)
-    ((first, _),) = text.blanks(["ab[MASK:2]cd"], top=257)
-    tokens = torch.tensor([list(b"ab00cd")])
-    masked = torch.tensor([[False, False, True, True, False, False]])
-    logits = masked_logits(text.model, tokens, masked)[0, :257]
-    expected = logits.double().softmax(dim=-1)
-    for likely in first[:10]:
-        assert likely.probability == pytest.approx(float(expected[likely.id]))
-
-
 @pytest.mark.parametrize("system", ["AO-GPT", "GPT-2", "RADD"])
 @torch.no_grad()
 def test_scores_are_those_of_each_text_alone(system):
@@ -76,27 +63,6 @@ def test_scores_are_those_of_each_text_alone(system):
         expected = token_log_probs(text.model, tokens, order)[0].tolist()
         assert scored.log_probs == pytest.approx(expected, abs=1e-4)
         assert scored.nats == pytest.approx(-math.fsum(expected), abs=1e-3)
-
-
-@pytest.mark.parametrize("system", SYSTEMS_OF_ANY_ORDER)
-def test_joints_of_any_tokens_given_the_rest_sum_to_one(system):
-    """Of an alphabet of four: every set of two of four tokens, in both orders. Above
-    the alphabet the model has other ids, which count for nothing."""
-    model = make_system(system, 3, tokens=6, block_size=4, dtype=torch.float64).eval()
-    tokens = torch.tensor(list(itertools.product(range(4), repeat=2)))  # (16, 2)
-    for positions in itertools.permutations(range(4), 2):
-        given = [place for place in range(4) if place not in positions]
-        x = torch.full((16, 4), 2)
-        x[:, list(positions)] = tokens
-        order = torch.tensor([*given, *positions]).repeat(16, 1)
-        starts = known_from(2, torch.arange(4).expand(16, 4))
-        log_probs = token_log_probs(model, x, order, starts, vocab_size=4)
-        assert not log_probs[:, :2].any()
-        total = log_probs.sum(dim=1).exp().sum()
-        assert math.isclose(float(total), 1, rel_tol=1e-9)
-        whole = token_log_probs(model, x, order, starts, vocab_size=6)
-        expected = token_log_probs(model, x, order)
-        assert torch.allclose(whole[:, 2:], expected[:, 2:])
 
 
 @pytest.mark.parametrize("system", ["AO-GPT", "RADD"])
