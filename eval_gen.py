@@ -3,7 +3,7 @@ beside its entropy, as repetitive text has a low perplexity.
 
     python eval_gen.py out/aogpt out/encoder --mode mdm:steps=64 mdm:steps=256
     python eval_gen.py out/quickstart --judge out/other --mode l2r l2r:group=4
-    python eval_gen.py samples.jsonl --judge gpt2-large"""
+    python eval_gen.py samples.jsonl --judge openai-community/gpt2-large"""
 
 import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 
@@ -18,7 +18,7 @@ import tyro
 from annotated_types import Interval
 
 from aogpt.checkpoints import Loaded, load
-from aogpt.evaluation.judges import load_judge
+from aogpt.evaluation.judges import Judge
 from aogpt.evaluation.report import Column, number, table
 from aogpt.evaluation.scoring import SampleSet, read_sample_sets, score_samples
 from aogpt.evaluation.text_measures import MEASURES
@@ -61,9 +61,9 @@ class Arguments(ComputeOptions, ReportOptions):
     """Runs (out/NAME), checkpoints or files out/NAME/best to sample from, and files of
     samples: of sample.py --jsonl, or with the rows {"text": TEXT}. All are compared in
     one table."""
-    judge: str = "gpt2-large"
-    """Hugging Face id or folder of a causal language model (it needs transformers), or
-    a run, checkpoint or released weights of a decoder of this project; in float32."""
+    judge: str = "openai-community/gpt2-large"
+    """The decoder that scores the samples, in float32: a run, checkpoint, export or
+    released weights, or the Hugging Face repo id of a GPT-2, Llama or its like."""
     decoding: Annotated[Sweep, tyro.conf.arg(name="")]
     length: Annotated[int, Interval(ge=2, le=LARGEST)] | None = None
     """Tokens in a sample, all but the first of which are scored; by default the block
@@ -94,7 +94,7 @@ def evaluate(a: Arguments, procs: Processes) -> None:
             sets_of_files += read_sample_sets(expand_home(source))
         else:
             runs.append(source)
-    judge = load_judge(a.judge, procs.device)
+    judge = Judge(a.judge, procs.device)
     rows = []
     for run in runs:
         loaded = load(run, a.weights, "cpu")
@@ -105,7 +105,6 @@ def evaluate(a: Arguments, procs: Processes) -> None:
     result = provenance(
         a, dtype, procs.device, procs.world_size, judge=judge.describe(), rows=[]
     )
-    result["versions"].update(judge.libraries)
     generated = (make_samples(*row, a, dtype, procs) for row in rows)
     for samples in itertools.chain(generated, sets_of_files):
         row = score_samples(samples, judge, a.decoding.batch_size, procs)

@@ -178,13 +178,13 @@ def test_a_nan_is_the_validation_loss(system, kind, data, records, tmp_path):
 
 @pytest.mark.parametrize("place", [0, 3, 30])
 def test_a_nan_of_the_judge_is_an_error(run, plain, place, script, monkeypatch):
-    judge_of = judges.DecoderJudge.__init__
+    judge_of = judges.Judge.__init__
 
     def broken(self, *arguments):
         judge_of(self, *arguments)
         self.model.head = NaNHead(self.model.head, place)
 
-    monkeypatch.setattr(judges.DecoderJudge, "__init__", broken)
+    monkeypatch.setattr(judges.Judge, "__init__", broken)
     words = ["--judge", plain, "--num-samples", 2, "--mode", "mdm:steps=4"]
     status, _, err = script(eval_gen, run, *words)
     assert status == 2

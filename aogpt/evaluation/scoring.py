@@ -137,7 +137,7 @@ def _judged_as(samples: SampleSet, judge: Judge) -> str:
     text, as their tokens are of another tokenizer) or "text" (they have no tokens)."""
     if samples.tokenizer is None:
         return "text"
-    if samples.tokenizer not in FILES and judge.has_ids_of(samples.tokenizer):
+    if samples.tokenizer not in FILES and samples.tokenizer == judge.loaded.tokenizer:
         return "ids"
     return "retokenised"
 
