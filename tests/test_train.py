@@ -1,6 +1,7 @@
 """train.py: one step, exact resume after any kind of end, processes, skipped steps, and
 what the run folder holds."""
 
+import copy
 import json
 import math
 import os
@@ -19,7 +20,6 @@ from helpers import (
     ALONE,
     ROOT,
     assert_same,
-    assert_user_error,
     change,
     encoder_config,
     flip_byte,
@@ -27,6 +27,7 @@ from helpers import (
     make_data,
     metrics,
     newest,
+    of_system,
     read_checkpoint,
     read_lines,
     run_script,
@@ -44,12 +45,11 @@ from aogpt.objectives import masked_nll, masks_at
 from aogpt.orders import orders_at
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.processes import Processes
-from aogpt.systems import build_model
 from aogpt.training import checkpoint
 from aogpt.training import config as configuration
-from aogpt.training.checkpoint import Progress, State, StopRequest, named_tensors
+from aogpt.training.checkpoint import named_tensors
 from aogpt.training.config import WandbConfig
-from aogpt.training.optimizers import EMA, learning_rate, make_optimizers
+from aogpt.training.optimizers import learning_rate
 from aogpt.training.val_losses import Loss
 
 
@@ -100,62 +100,41 @@ class Stopped(Exception):
     pass
 
 
-def stop_after(numbers, values):
-    """Note these values and end the training."""
-    numbers.append(values)
-    raise Stopped
-
-
-@pytest.mark.parametrize("system, clip", [("decoder", 0.25), ("encoder", math.inf)])
+@pytest.mark.parametrize("system, clip", [("AO-GPT", 0.25), ("encoder", math.inf)])
 def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(
     data, system, clip, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(train, "MAX_GRAD_NORM", clip)
-    config = tiny_config(data, tmp_path, model__dropout=0.0)
-    config.run_folder.mkdir()
-    step = 3
-    length = 16
+    config = of_system(tiny_config(data, tmp_path, model__dropout=0.0), system)
+    updates = []
+
+    def stop(*arguments):  # the gradients are there, and the weights not yet updated
+        updates.append(arguments)
+        raise Stopped
+
+    monkeypatch.setattr(train, "update", stop)
+    with pytest.raises(Stopped):
+        train.train(config, ALONE)
+    ((state, loss, reported),) = updates
+    tokens = TokenDataset(data, "train", 16).batch(7, 0, range(8), 8)
+    plain = copy.deepcopy(state.model)
+    plain.zero_grad()
     if system == "encoder":
-        config = encoder_config(config)
-    dataset = TokenDataset(data, "train", 16)
-    rows = range(8)
-    tokens = dataset.batch(7, step, rows, 8)
-    torch.manual_seed(config.seed)
-    plain = build_model(config.model)
-    if system == "encoder":
-        masks = masks_at(
-            config.objective, seed=7, step=step, rows=rows, total=8, length=length
-        )
+        masks = masks_at(config.objective, 7, 0, range(8), total=8, length=16)
         expected = masked_nll(plain, tokens, masks).mean()
     else:
-        order = orders_at(config.order, 7, step, rows, length)
-        assert all(sorted(row) == list(range(length)) for row in order.tolist())
+        order = orders_at(config.order, 7, 0, range(8), 16)
         expected = plain(tokens, order).mean()
     expected.backward()
     gradient = torch.cat([p.grad.flatten() for p in plain.parameters()])
     norm = gradient.double().norm().item()
     assert norm > clip or math.isinf(clip), "clipping must have something to do here"
-
-    torch.manual_seed(config.seed)
-    model = build_model(config.model)
-    state = State(
-        model,
-        average=EMA(model, 0.5),
-        optimizers=make_optimizers(model, config),
-        progress=Progress(step, sequences=8 * step),
-    )
-    # Before the weights are updated the gradients are there.
-    numbers = []
-    monkeypatch.setattr(train, "update", lambda _, *rest: stop_after(numbers, rest))
-    with pytest.raises(Stopped):
-        train.training_loop(config, ALONE, state, dataset, None, StopRequest(ALONE))
-    ((loss, reported),) = numbers
     # Two micro-batches are summed in another order than one batch: float32 rounding,
     # relative 1e-7 an operation.
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert reported.item() == pytest.approx(norm, rel=1e-5)
     factor = min(1, clip / norm)
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+    for p, q in zip(state.model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, factor * q.grad, rtol=1e-3, atol=1e-6)
 
 
@@ -228,18 +207,7 @@ def test_a_finished_run_started_again_says_so_and_changes_nothing(
     assert files(config.run_folder) == before
 
 
-def test_what_a_run_cannot_change_is_an_error_that_leaves_it_as_it_was(
-    reference, tmp_path
-):
-    config = copy_of(reference, tmp_path, train__steps=45)
-    before = files(config.run_folder)
-    message = "optim.kind = 'adamw', but now it is 'muon', which cannot change"
-    with pytest.raises(UserError, match=message):
-        train.train(change(config, optim__kind="muon"), ALONE)
-    assert files(config.run_folder) == before
-
-
-def test_what_has_changed_is_said_and_used_and_another_tokenizer_is_an_error(
+def test_what_has_changed_is_said_and_used_and_what_cannot_change_is_an_error(
     reference, tmp_path, capsys
 ):
     other = make_data(tmp_path, words=3000, seed=1)
@@ -261,8 +229,18 @@ def test_what_has_changed_is_said_and_used_and_another_tokenizer_is_an_error(
     meta["tokenizer"] = "words"
     meta["tokenizer_sha256"] = "0"
     (other / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(UserError, match="tokenizer = 'bytes', but now it is 'words'"):
-        train.train(change(config, train__steps=43), ALONE)
+    before = files(config.run_folder)
+    longer = change(config, train__steps=43)
+    for changed, words in (
+        (longer, "tokenizer = 'bytes', but now it is 'words'"),
+        (
+            change(longer, optim__kind="muon"),
+            "optim.kind = 'adamw', but now it is 'muon', which cannot change",
+        ),
+    ):
+        with pytest.raises(UserError, match=words):
+            train.train(changed, ALONE)
+        assert files(config.run_folder) == before
 
 
 DRIVER = """
@@ -353,13 +331,6 @@ class Driver:
     def run(self, path, **options):
         self.start(path, **options)
         return self.status()
-
-    def done(self, path, **options):
-        """Return the finished run, with what it wrote to stderr."""
-        status = self.run(path, **options)
-        return subprocess.CompletedProcess(
-            path, status, stderr=self.errors_of(path).read_text()
-        )
 
     @staticmethod
     def errors_of(path):
@@ -590,13 +561,15 @@ def test_losses_that_stay_not_finite_end_the_run_and_a_lower_rate_goes_on(
 
 
 def test_under_other_settings_the_count_of_skipped_steps_starts_anew(
-    data, tmp_path, monkeypatch
+    data, tmp_path, monkeypatch, capsys
 ):
     """The last step of a run is saved whatever it was."""
     monkeypatch.setattr(checkpoint, "MAX_SKIPPED_STEPS", 4)
     config = tiny_config(data, tmp_path, steps=5, eval__interval=0)
     spoil(monkeypatch, {4, 5, 6, 7}, "loss")
     train.train(config, ALONE)
+    out = capsys.readouterr().out
+    assert "finished 5 steps, 2 of them skipped (loss or gradient not finite)" in out
     assert newest(config)["skipped_in_a_row"] == 2
     train.train(change(config, train__steps=8), ALONE)
     assert metrics(config, "skipped_steps")[8] == 4
@@ -646,35 +619,25 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_run_goes_on_from_the_one_b
     assert files(config.run_folder) == before
 
 
-def rewrite(path, change):
-    """Write a checkpoint again after change(tensors), with checksums that fit."""
+MOMENT = "optimizer.blocks.0.mlp.fc.weight.exp_avg"
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [(MOMENT, f"{MOMENT} is "), ("optimizer.x.step", "which this run does not have")],
+)
+def test_a_state_that_is_not_the_runs_is_named_and_nothing_goes_on_from_it(
+    reference, tmp_path, name, message
+):
+    """Its checksums fit: a moment has another shape, or there is one of no weight."""
+    config = copy_of(reference, tmp_path, train__steps=50)
+    path = store.find(config.run_folder)[-1]
     values = store.read_values(path)
     tensors = store.read_all(path, values)
-    change(tensors)
-    store.write(path.parents[1], values, tensors, keep=9)
-
-
-MOMENT = "optimizer.blocks.0.mlp.fc.weight.exp_avg"
-WRONG_STATES = {  # change(tensors of a checkpoint) -> what the message says
-    "another shape": (lambda t: t.update({MOMENT: torch.zeros(3)}), f"{MOMENT} is"),
-    "another dtype": (lambda t: t.update({MOMENT: t[MOMENT].double()}), "float64"),
-    "missing": (lambda t: t.pop(MOMENT), f"{MOMENT} is missing"),
-    "of no weight": (
-        lambda t: t.update({"optimizer.x.step": torch.zeros(())}),
-        "does not have",
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", WRONG_STATES)
-def test_a_state_that_is_not_the_runs_is_named_and_nothing_goes_on_from_it(
-    reference, tmp_path, mistake
-):
-    config = copy_of(reference, tmp_path, train__steps=50)
-    change_tensors, words = WRONG_STATES[mistake]
-    rewrite(store.find(config.run_folder)[-1], change_tensors)
+    tensors[name] = torch.zeros(3)
+    store.write(config.run_folder, values, tensors, keep=9)
     before = files(config.run_folder)
-    with pytest.raises(CheckpointError, match=re.escape(words)):
+    with pytest.raises(CheckpointError, match=message):
         train.train(config, ALONE)
     assert files(config.run_folder) == before
 
@@ -700,7 +663,6 @@ def test_what_is_not_finite_is_never_kept(data, tmp_path, monkeypatch):
 def test_data_or_processes_that_do_not_fit_are_clear_errors(data, tmp_path):
     config = tiny_config(data, tmp_path)
     nowhere = tmp_path / "nowhere"
-    encoder = encoder_config(config)
     for changed, message in (
         (
             change(config, data__folder=str(nowhere)),
@@ -712,24 +674,20 @@ def test_data_or_processes_that_do_not_fit_are_clear_errors(data, tmp_path):
         ),
         (change(config, model__block_size=10**6), "lower block_size to at most"),
         (
-            change(encoder, model__mask_token=256),
+            change(encoder_config(config), model__mask_token=256),
             "vocabulary of 257: .* of an encoder, set model.mask_token to that",
         ),
     ):
         with pytest.raises((UserError, OSError), match=message):
             train.train(changed, ALONE)
     assert not config.run_folder.exists(), "a run that cannot start must leave nothing"
-    dataset = TokenDataset(data, "train", 16)
     message = r"train\.batch_size \(8\) must be a multiple of the 3 processes"
+    three = Processes(0, 3, torch.device("cpu"))
     with pytest.raises(UserError, match=message):
-        train.check_fits(config, dataset, Processes(0, 3, torch.device("cpu")))
+        train.check_fits(config, TokenDataset(data, "train", 16), three)
     slots = change(config, order__block=12, order__kind="slots")
-    train.check_fits(slots, dataset, ALONE)
-    short = TokenDataset(data, "train", 8)
     with pytest.raises(UserError, match="order.block 12 exceeds the blocks of .* 8 to"):
-        train.check_fits(slots, short, ALONE)
-    for world in (2, 4, 8):  # micro-batches of 4 sequences, of 2 and of 1
-        train.check_fits(config, dataset, Processes(0, world, torch.device("cpu")))
+        train.check_fits(slots, TokenDataset(data, "train", 8), ALONE)
 
 
 @pytest.mark.parametrize("split, damage", [("train", "overwritten"), ("val", "cut")])
@@ -845,16 +803,6 @@ def test_a_best_checkpoint_that_is_gone_makes_way_for_the_next_validation(
     assert store.best_of(config.run_folder).name == "step_00000010"
 
 
-def test_the_end_of_a_run_says_how_many_steps_were_skipped(
-    data, tmp_path, monkeypatch, capsys
-):
-    config = tiny_config(data, tmp_path, steps=6, eval__interval=0)
-    spoil(monkeypatch, {2, 3, 4, 5, 6}, "loss")
-    assert train.train(config, ALONE) == 0
-    out = capsys.readouterr().out
-    assert "finished 6 steps, 5 of them skipped (loss or gradient not finite)" in out
-
-
 def test_a_validation_loss_that_is_not_finite_was_measured(
     data, tmp_path, monkeypatch, capsys
 ):
@@ -866,10 +814,11 @@ def test_a_validation_loss_that_is_not_finite_was_measured(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_under_the_output_is_told_by_its_reason(data, tmp_path, driver):
-    done = driver.done(
-        write_config(tiny_config(data, tmp_path, steps=5)), output="/dev/full"
-    )
-    assert_user_error(done, "the output cannot be written: [Errno 28]")
+    path = write_config(tiny_config(data, tmp_path, steps=5))
+    assert driver.run(path, output="/dev/full") == 2
+    said = driver.errors_of(path).read_text()
+    assert "the output cannot be written: [Errno 28]" in " ".join(said.split())
+    assert "Traceback" not in said
 
 
 @pytest.mark.slow(reason="starts wandb")
