@@ -47,7 +47,6 @@ from aogpt.runtime.errors import UserError
 from aogpt.runtime.processes import Processes
 from aogpt.training import checkpoint
 from aogpt.training import config as configuration
-from aogpt.training.checkpoint import named_tensors
 from aogpt.training.config import WandbConfig
 from aogpt.training.optimizers import learning_rate
 from aogpt.training.val_losses import Loss
@@ -501,32 +500,21 @@ def spoil(monkeypatch, bad_steps, target):
 
 
 @pytest.mark.parametrize("target, empty", [("loss", "loss"), ("gradient", "grad_norm")])
-def test_a_step_that_is_not_finite_is_skipped_counted_and_leaves_no_mark(
+def test_a_step_that_is_not_finite_is_skipped_and_counted(
     data, tmp_path, monkeypatch, target, empty
 ):
+    """test_parallel.py has the weights, averages and moments, which stay."""
     monkeypatch.setattr(checkpoint, "MAX_SKIPPED_STEPS", 3)
     config = tiny_config(data, tmp_path, steps=9, eval__interval=0)
     config = change(config, checkpoint__interval=1, checkpoint__keep=99)
     spoil(monkeypatch, {4, 5, 7, 8}, target)  # never three in a row
-    seen = {}
-    update = train.update
-
-    def note(state, *arguments):
-        update(state, *arguments)
-        tensors = named_tensors(state)
-        tensors["updates"] = state.average.updates
-        seen[state.progress.step] = {name: t.clone() for name, t in tensors.items()}
-
-    monkeypatch.setattr(train, "update", note)
     train.train(config, ALONE)
-    for good, bad in ((3, 5), (6, 8)):
-        assert_same(seen[good], seen[bad])
-    start = seen[5]["model.start"]
-    assert not torch.equal(start, seen[6]["model.start"]), "training must go on"
     paths = store.find(config.run_folder)
     # no checkpoint has a skipped step pending
     assert [store.step_of(path) for path in paths] == [1, 2, 3, 6, 9]
-    assert not any(read_checkpoint(path)["skipped_in_a_row"] for path in paths)
+    checkpoints = [read_checkpoint(path) for path in paths]
+    assert not any(values["skipped_in_a_row"] for values in checkpoints)
+    assert [values["ema"]["updates"] for values in checkpoints] == [1, 2, 3, 4, 5]
     skipped = list(metrics(config, "skipped_steps").values())
     assert skipped == [0, 0, 0, 1, 2, 2, 3, 4, 4]
     values = metrics(config, empty)
