@@ -32,7 +32,6 @@ from helpers import (
     run_script,
     wait_for,
     write_jsonl,
-    write_rows,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -251,41 +250,33 @@ def parquet(path: Path, rows: list[str], field: str = "text") -> Path:
     return path
 
 
-def pack(path: Path, compression: str) -> Path:
-    if not compression:
-        return path
-    packed = path.with_name(path.name + compression)
-    packed.write_bytes(
-        {".gz": gzip, ".xz": lzma}[compression].compress(path.read_bytes())
-    )
-    return packed
+COMPRESS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}
 
 
 @pytest.mark.parametrize("compression", ["", ".gz", ".xz"])
 def test_text_in_each_format(tmp_path, compression):
-    write_jsonl(tmp_path / "c.jsonl", ["third", "", "naïve"])
+    rows = write_jsonl(tmp_path / "rows", ["third", "", "naïve"]).read_bytes()
     contents = {
         "a.txt": b"first file,\r\n\r\nas it is\n",
         "b.MD": b"\xef\xbb\xbf# second\n",
-        "c.jsonl": (tmp_path / "c.jsonl").read_bytes() + b"\n",  # no document
+        "c.jsonl": rows + b"\n",  # no document
         "v.txt": b"validation",
         "t.txt": b"test",
     }
+    files = []
     for name, content in contents.items():
-        (tmp_path / name).write_bytes(content)
-    *source, val, test = (pack(tmp_path / name, compression) for name in contents)
+        file = tmp_path / f"{name}{compression}"
+        file.write_bytes(COMPRESS[compression](content))
+        files.append(file)
+    *source, val, test = files
     folder = prepared("text", tmp_path / "o", *source, val=(val,), test=(test,))
-    texts = ["first file,\n\nas it is\n", "# second\n", "third", "", "naïve"]
-    texts_by_split = {
-        split: documents(folder, split) for split in ("train", "val", "test")
-    }
-    assert texts_by_split == {"train": texts, "val": ["validation"], "test": ["test"]}
-    parts = [
-        (part["split"], part["file"], part["sha256"])
-        for part in load_meta(folder)["source"]
-    ]
-    splits = zip(["train"] * 3 + ["val", "test"], [*source, val, test], strict=True)
-    assert parts == [(split, file.name, sha256_file(file)) for split, file in splits]
+    train = ["first file,\n\nas it is\n", "# second\n", "third", "", "naïve"]
+    for split, texts in (("train", train), ("val", ["validation"]), ("test", ["test"])):
+        assert documents(folder, split) == texts
+    parts = load_meta(folder)["source"]
+    assert [part["split"] for part in parts] == ["train"] * 3 + ["val", "test"]
+    assert [part["file"] for part in parts] == [file.name for file in files]
+    assert [part["sha256"] for part in parts] == [sha256_file(file) for file in files]
     assert str(tmp_path) not in (folder / "meta.json").read_text()
 
 
@@ -384,122 +375,89 @@ GOOD = b'{"text": "good"}\n'
 NOISE = b"".join(
     b'{"text": "%s"}\n' % os.urandom(50).hex().encode() for _ in range(200)
 )
-FILES = {
-    "good.jsonl": GOOD * 3,
-    "good.txt": b"one row\n" * 20,
-    "empty.txt": b"",
-    "one.txt": b"x",
-    "latin.txt": "caf\xe9".encode("latin1"),
-    "syntax.jsonl": GOOD + b"{'text': 1}\n",
-    "number.jsonl": GOOD + b'{"text": 3}\n',
-    "list.jsonl": b'["text"]\n',
-    "twice.jsonl": GOOD + b'{"text": "a", "text": "b"}\n',
-    "twice.json": b'[{"text": "a", "id": {"n": 1, "n": 2}}]',
-    "rows.json": b'[{"text": "ok"}, {"text": ["list"]}, 5]',
-    "five.json": b"5",
-    "other.jsonl": GOOD + b'{"body": "b", "title": "t"}\n',
-    "cut.txt.gz": gzip.compress(NOISE)[:-3000],
-    "fake.parquet": b"no parquet at all",
-    "page.html": b"<p>",
-    "lzma.txt.xz": lzma.compress(b"some text " * 99, format=lzma.FORMAT_ALONE),
-}
+BAD_FILES = [
+    ("empty.txt", b"", "train of text has no document"),
+    ("one.txt", b"x", "a single record or character makes no validation"),
+    ("latin.txt", "caf\xe9".encode("latin1"), "latin.txt: not UTF-8; .*iconv"),
+    ("syntax.jsonl", GOOD + b"{'text': 1}\n", "syntax.jsonl line 2: this is not JSON"),
+    (
+        "other.jsonl",
+        GOOD + b'{"text": 3, "title": "t"}\n',
+        "other.jsonl line 2: no text in the field 'text', but 'text' .int.*'title'.*"
+        "--field",
+    ),
+    ("list.jsonl", b'["text"]\n', "list.jsonl line 1: this is a list, not an object"),
+    ("rows.json", b'[{"text": "ok"}, 5]', "rows.json row 2: this is a int"),
+    (
+        "twice.jsonl",
+        GOOD + b'{"text": "a", "text": "b"}\n',
+        "twice.jsonl line 2: .*two keys 'text' in one",
+    ),
+    (
+        "twice.json",
+        b'[{"text": "a", "id": {"n": 1, "n": 2}}]',
+        "twice.json: .*two keys 'n' in one object",
+    ),
+    ("cut.txt.gz", gzip.compress(NOISE)[:-3000], "cut.txt.gz.*cut short"),
+    (
+        "lzma.txt.xz",
+        lzma.compress(b"some text " * 99, format=lzma.FORMAT_ALONE),
+        "not a .xz file",
+    ),
+    ("a.parquet", b"no parquet at all", "a.parquet: parquet cannot be read from it"),
+    ("page.html", b"<p>", "page.html: unknown kind of file.*.txt, .md, .*.gz or .xz"),
+]
+
+
+@pytest.mark.parametrize(("file", "content", "says"), BAD_FILES)
+def test_files_that_cannot_be_read(tmp_path, file, content, says):
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(UserError, match=says):
+        prepared("text", tmp_path / "out" / "o", tmp_path / file)
+    assert not list(tmp_path.glob("out/*"))
 
 
 @pytest.mark.parametrize(
     ("name", "file", "options", "says"),
     [
-        # files that cannot be read
-        ("text", "empty.txt", {}, "train of text has no document"),
-        ("text", "good.txt", {"val": "empty.txt"}, "val of text has no document"),
-        ("text", "one.txt", {}, "a single record or character makes no validation"),
-        ("text", "latin.txt", {}, "latin.txt: not UTF-8; .*iconv"),
-        ("text", "syntax.jsonl", {}, "syntax.jsonl line 2: this is not JSON"),
-        (
-            "text",
-            "number.jsonl",
-            {},
-            "number.jsonl line 2: no text in the field 'text', but 'text' .int",
-        ),
-        ("text", "list.jsonl", {}, "list.jsonl line 1: this is a list, not an object"),
-        ("text", "rows.json", {}, "rows.json row 2: no text in the field 'text'"),
-        ("text", "five.json", {}, "five.json row 1: this is a int, not an object"),
-        ("text", "twice.jsonl", {}, "twice.jsonl line 2: .*two keys 'text' in one"),
-        ("text", "twice.json", {}, "twice.json: .*two keys 'n' in one object"),
-        (
-            "text",
-            "other.jsonl",
-            {},
-            "line 2: no text in the field 'text'.*'body'.*'title'.*--field",
-        ),
-        ("text", "cut.txt.gz", {}, "cut.txt.gz.*cut short"),
-        ("text", "fake.parquet", {}, "fake.parquet: parquet cannot be read from it"),
-        (
-            "text",
-            "page.html",
-            {},
-            "page.html: unknown kind of file.*.txt, .md, .*.gz or .xz",
-        ),
-        ("text", "lzma.txt.xz", {}, "not a .xz file"),
         (
             "ptb",
-            "good.jsonl",
-            {},
-            "line 1: no text in the field 'sentence', but 'text'",
-        ),
-        (
-            "ptb",
-            "good.txt",
+            "a.txt",
             {},
             "160 tokens in 20 rows.* a block of 1,024: lower --block-size",
         ),
-        # options that do not fit the dataset or each other
         (
             "texts",
-            "good.txt",
+            "a.txt",
             {},
             "'texts', but it must be one of 'stories', .*'text', .*'openwebtext'",
         ),
-        ("text", None, {}, "text needs --source FILE"),
-        ("stories", "good.txt", {}, "stories takes no --source"),
-        ("ptb", "good.txt", {"val_fraction": 0.1}, "ptb takes no --val-fraction"),
+        ("text", "*.txt", {}, r"No such file .*/\*.txt"),
+        ("stories", "a.txt", {}, "stories takes no --source"),
         (
             "text",
-            "good.txt",
-            {"val": "one.txt", "val_fraction": 0.1},
+            "a.txt",
+            {"split": "val", "val_fraction": 0.1},
             "one of --split, --val-fraction and --val",
         ),
         (
             "text",
-            "good.txt",
+            "a.txt",
             {"val_fraction": 0.7},
             "--val-fraction is 0.7; .* at most 0.5",
         ),
         (
-            "ptb",
-            "good.txt",
-            {"block_size": 8, "protocol": "full"},
-            "ptb takes no --block-size",
-        ),
-        ("text", "good.txt", {"prompt_field": "q"}, "text takes no --prompt-field"),
-        ("text", "*.txt", {}, r"No such file .*/\*.txt"),
-        (
             "lambada",
-            "good.jsonl",
+            "a.txt",
             {"split": "val"},
             "--split of lambada is 'val'.*one of 'test'",
         ),
     ],
 )
-def test_refusals(tmp_path, name, file, options, says):
-    (tmp_path / "in").mkdir()
-    for each, content in FILES.items():
-        (tmp_path / "in" / each).write_bytes(content)
-    source = [tmp_path / "in" / file] if file else []
-    options = dict(options)
-    if "val" in options:
-        options["val"] = (tmp_path / "in" / options["val"],)
+def test_options_that_do_not_fit(tmp_path, name, file, options, says):
+    write(tmp_path / "a.txt", "one row\n" * 20)
     with pytest.raises((UserError, FileNotFoundError), match=says):
-        prepared(name, tmp_path / "out" / "o", *source, **options)
+        prepared(name, tmp_path / "out" / "o", tmp_path / file, **options)
     assert not list(tmp_path.glob("out/*"))
 
 
@@ -542,45 +500,27 @@ def test_the_help_names_every_dataset(printed):
 
 
 # a proxy that is not there: no network, and no waiting for it either
-NOBODY = "http://127.0.0.1:9"
-PROXY = {"HTTPS_PROXY": NOBODY, "https_proxy": NOBODY}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment", "says"),
-    [
-        (["ptb"], PROXY, ["ptb.test.txt: ", "ptb --source FILE"]),
+def test_the_script_says_what_cannot_be_had_without_a_network(tmp_path):
+    nobody = "http://127.0.0.1:9"  # a proxy that is not there: no waiting for it either
+    source = write(tmp_path / "a.txt", "some text")
+    for arguments, environment, says in (
         (
-            ["wikitext2"],
+            ["wikitext2", *BYTES],
             {"HF_HUB_OFFLINE": "1"},
             ["Salesforce/wikitext: the hub failed", "wikitext2 --source FILE.parquet"],
         ),
         (
-            ["text", "--source", "{tmp}/a.txt", "--tokenizer", "gpt2"],
-            {"TIKTOKEN_CACHE_DIR": "{tmp}/none"} | PROXY,
+            ["text", "--source", source, "--tokenizer", "gpt2", "--out"],
+            {"TIKTOKEN_CACHE_DIR": str(tmp_path / "none"), "https_proxy": nobody},
             ["TIKTOKEN_CACHE_DIR", "--tokenizer english or bytes"],
         ),
-    ],
-)
-def test_the_script_says_what_is_wrong(tmp_path, arguments, environment, says):
-    write(tmp_path / "a.txt", "some text")
-    environment = {
-        key: value.format(tmp=tmp_path) for key, value in environment.items()
-    }
-    arguments = [value.format(tmp=tmp_path) for value in arguments]
-    if "--tokenizer" not in arguments:
-        arguments += ["--tokenizer", "bytes"]
-    done = run_script(
-        "data/prepare.py",
-        *arguments,
-        "--out",
-        tmp_path / "o",
-        check=False,
-        HF_HOME=str(tmp_path / "hf"),
-        **environment,
-    )
-    assert_user_error(done, *says)
-    assert not (tmp_path / "o").exists()
+    ):
+        environment["HF_HOME"] = str(tmp_path / "hf")
+        words = ["data/prepare.py", *arguments, tmp_path / "o"]
+        assert_user_error(run_script(*words, check=False, **environment), *says)
+        assert not (tmp_path / "o").exists()
 
 
 def test_stories_are_chapters_of_the_books_in_the_repository_and_need_no_torch(
@@ -777,24 +717,20 @@ def test_a_text_set_of_a_hub_is_prepared_by_its_name(tmp_path, printed):
     splits are."""
     folder = tmp_path / "owner" / "tales"
     (folder / "fine").mkdir(parents=True)
-    rows = [{"story": f"tale {i}", "id": i} for i in range(40)]
-    write_rows(folder / "fine" / "train.jsonl", rows)
+    tales = [f"tale {i}" for i in range(40)]
+    write_jsonl(folder / "fine" / "train.jsonl", tales, field="story")
     files = "configs:\n- config_name: fine\n  data_files:\n"
     files += "  - split: train\n    path: fine/*.jsonl\n"
     (folder / "README.md").write_text(f"---\n{files}---\n")
-    options = "--field story --config fine --tokenizer bytes --val-fraction 0.1".split()
-    options += ["--out", tmp_path / "out"]
-    printed(prepare_module, "hub", folder, *options)
-    texts_by_split = {s: documents(tmp_path / "out", s) for s in ("train", "val")}
-    assert sorted(texts_by_split["train"] + texts_by_split["val"]) == sorted(
-        row["story"] for row in rows
-    )
-    assert len(texts_by_split["val"]) == 4
-    assert load_meta(tmp_path / "out")["source"][0]["config"] == "fine"
+    out = tmp_path / "out"
+    options = "--field story --config fine --val-fraction 0.1".split()
+    printed(prepare_module, "hub", folder, *options, *BYTES, out)
+    val = documents(out, "val")
+    assert sorted(documents(out, "train") + val) == sorted(tales)
+    assert len(val) == 4
+    assert load_meta(out)["source"][0]["config"] == "fine"
     for words, message in (
         ({"name": "hub"}, "hub needs a repository, OWNER/NAME"),
-        ({"name": "stories", "repository": "x/y"}, "stories takes no --repository"),
-        ({"name": "stories", "config": "x"}, "stories takes no --config"),
         (
             {"name": "stories", "tokenizer": "alphabet:ABA", "out": tmp_path / "o"},
             "alphabet:ABA has a character twice",
