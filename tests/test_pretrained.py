@@ -1,17 +1,18 @@
 """Decoders of transformers: logits, greedy text, tokenizers, and training that starts
 from them."""
 
-import dataclasses
+import functools
 import json
 import math
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
-from helpers import prepared, run_main, run_script
+from helpers import prepared, read_lines, run_script
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import random_tokens
@@ -220,18 +221,6 @@ def test_logits_are_those_of_transformers(kind, tmp_path):
         assert tokenizer.starts == []
 
 
-def test_weights_of_one_file_or_many_are_the_same(llama, tmp_path):
-    model, folder = llama
-    write_model(tmp_path, "Llama", max_shard_size="30kB")
-    many = load(tmp_path).model.state_dict()
-    one = load(folder).model.state_dict()
-    assert all(torch.equal(many[name], one[name]) for name in one)
-    shard = sorted(tmp_path.glob("*.safetensors"))[1]
-    shard.unlink()
-    with pytest.raises((UserError, OSError), match=shard.name):
-        convert(str(tmp_path), tmp_path / "x")
-
-
 @pytest.mark.parametrize(
     "change, words",
     [
@@ -243,7 +232,6 @@ def test_weights_of_one_file_or_many_are_the_same(llama, tmp_path):
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"vocab_size": 200}, "wte.weight is"),
         ({"rope_theta": math.inf, "rope_parameters": None}, "rope_theta is inf"),
-        ({"rope_parameters": [1]}, "rope_parameters is"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
             "rotary positions for each kind of layer",
@@ -255,10 +243,8 @@ def test_weights_of_one_file_or_many_are_the_same(llama, tmp_path):
 def test_what_the_model_has_no_part_for_is_refused_by_name(
     llama, tmp_path, change, words
 ):
-    for path in llama[1].iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    config = json.loads((llama[1] / "config.json").read_text())
-    (tmp_path / "config.json").unlink()
+    shutil.copytree(llama[1], tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(CheckpointError, match=words):
         load(tmp_path)
@@ -272,7 +258,6 @@ K_PROJ = "model.layers.0.self_attn.k_proj.weight"
     "changes, words",
     [
         ({Q_PROJ: torch.zeros(24, 23)}, "k_proj.weight is"),
-        ({Q_PROJ: torch.zeros(20, 24)}, "q_proj.weight has 20 rows, not 24"),
         ({Q_PROJ: torch.zeros(24, 24, dtype=torch.float8_e4m3fn)}, "quantised"),
         # as many rows in all as queries, keys and values have together
         (
@@ -286,7 +271,6 @@ def test_odd_tensors_are_refused_by_name(llama, tmp_path, changes, words):
     file = tmp_path / "model.safetensors"
     tensors = safetensors.torch.load_file(file)
     tensors.update(changes)
-    file.unlink()
     safetensors.torch.save_file(tensors, file)
     with pytest.raises(CheckpointError, match=words):
         load(tmp_path)
@@ -298,6 +282,7 @@ def test_odd_tensors_are_refused_by_name(llama, tmp_path, changes, words):
         ({"weight_map": {"x": 5}}, "is 5"),
         ({"weight_map": {"x": "../model.safetensors"}}, "without a path"),
         ({"weight_map": {"x": "fifo"}}, "fifo is not a regular file"),
+        ({"weight_map": {"x": "gone.safetensors"}}, "gone.safetensors"),
         ({"weight_map": {"x": "part.safetensors"}}, "disagree"),
         ({}, "it lacks weight_map"),
     ],
@@ -333,23 +318,16 @@ def test_a_sliding_window_bounds_the_block(tmp_path):
     theirs = in_transformers(tmp_path)
     loaded = load(tmp_path)
     assert loaded.model.config.block_size == 16
-    tokens = random_tokens(loaded.vocab_size, batch_size=1, length=24, seed=3)
+    tokens = random_tokens(loaded.vocab_size, batch_size=1, length=16, seed=3)
     start = torch.full((1, 1), theirs.config.bos_token_id)
     with torch.no_grad():
         expected = theirs(torch.cat([start, tokens], dim=1)).logits[:, :-1]
-        order = torch.arange(16)[None]
-        logits = loaded.model.logits(tokens[:, :16], order)
-        wide = loaded.model
-        wide.config = dataclasses.replace(wide.config, block_size=24)
-        wide.make_angles()
-        without_window = wide.logits(tokens, torch.arange(24)[None])
-    assert (logits - expected[:, :16]).abs().max() < 1e-4
-    assert (without_window - expected)[:, 17:].abs().max() > 0.1
-    with pytest.raises(CheckpointError, match="sliding window of 16 tokens"):
-        load(tmp_path, block_size=17)
+        logits = loaded.model.logits(tokens, torch.arange(16)[None])
+    assert (logits - expected).abs().max() < 1e-4
     convert(str(tmp_path), tmp_path / "export")
-    with pytest.raises(CheckpointError, match="sliding window of 16 tokens"):
-        load(tmp_path / "export", block_size=17)
+    for folder in (tmp_path, tmp_path / "export"):
+        with pytest.raises(CheckpointError, match="sliding window of 16 tokens"):
+            load(folder, block_size=17)
 
 
 def test_blocks_are_cut_by_default_and_longer_ones_are_told(llama, monkeypatch):
@@ -358,24 +336,6 @@ def test_blocks_are_cut_by_default_and_longer_ones_are_told(llama, monkeypatch):
     assert "blocks" not in load(llama[1]).description
     longer = load(llama[1], block_size=128).description
     assert longer.endswith("raw weights, in blocks of 128 tokens, not 16)")
-
-
-def test_no_run_that_starts_from_it_is_longer_than_a_sliding_window(
-    tmp_path, monkeypatch, capsys
-):
-    folder = tmp_path / "model"
-    write_model(folder, "Mistral")
-    settings = json.loads((folder / "config.json").read_text())
-    settings["sliding_window"] = 16
-    (folder / "config.json").write_text(json.dumps(settings))
-    data = data_for(folder, tmp_path, val_fraction=0.2)
-    words = ["configs/smollm2.toml", "--data.folder", data, "--out", tmp_path]
-    words += ["--train.init-from", folder, "--train.steps", 1, "--name", "tuned"]
-    words += "--train.batch-size 4 --eval.sequences 4 --train.device cpu".split()
-    words += ["--optim.warmup-steps", 0]
-    words += ["--model.block-size", 17]
-    with pytest.raises(UserError, match="sliding window of 16 tokens"):
-        run_main(train, monkeypatch, capsys, *words)
 
 
 PEAK = """
@@ -417,11 +377,23 @@ def test_loading_needs_little_more_memory_than_the_weights(llama, tmp_path):
     assert 0.9 < float(done.stdout) < 1.3
 
 
+@functools.cache
+def tokenizer_pairs():
+    """Return pairs of our tokenizer and that of the library."""
+    pairs = []
+    for library_tokenizer in (of_bytes(), of_words()):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "tokenizer.json"
+            library_tokenizer.save(str(path))
+            pairs.append((get_tokenizer(str(path)), library_tokenizer))
+    return pairs
+
+
 @settings(deadline=None, max_examples=60)
 @example("\n")
 @given(st.text(max_size=60))
 def test_tokenizers_give_text_back(text):
-    for tokenizer, library_tokenizer in TOKENIZERS.values():
+    for tokenizer, library_tokenizer in tokenizer_pairs():
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text == "".join(tokenizer.pieces(ids))
         assert tokenizer.vocab_size > max(ids, default=0)
@@ -431,7 +403,7 @@ def test_tokenizers_give_text_back(text):
         assert tokenizer.decode(first + tokenizer.encode_after(text)) == "the" + text
 
 
-def test_a_tokenizer_cuts_and_pads_nothing_and_is_told_if_it_has_no_end(tmp_path):
+def test_a_tokenizer_cuts_and_pads_nothing(tmp_path):
     path = tmp_path / "tokenizer.json"
     library_tokenizer = of_bytes()
     library_tokenizer.enable_truncation(3)
@@ -439,27 +411,39 @@ def test_a_tokenizer_cuts_and_pads_nothing_and_is_told_if_it_has_no_end(tmp_path
     library_tokenizer.save(str(path))
     assert len(get_tokenizer(str(path)).encode("the quick brown fox")) > 3
     assert len(get_tokenizer(str(path)).encode("a")) == 1
-    for text, words in (("{", "not a tokenizer.json"), (None, "No such file")):
-        path.write_text(text) if text else path.unlink()
-        with pytest.raises((ValueError, OSError), match=words):
-            get_tokenizer(str(path))
+    path.write_text("{")
+    with pytest.raises(UserError, match="not a tokenizer.json"):
+        get_tokenizer(str(path))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def tokenizer_files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizers")
-    for name, make in (("bytes", of_bytes), ("words", of_words)):
-        library_tokenizer = make()
-        path = folder / name / "tokenizer.json"
-        path.parent.mkdir()
-        library_tokenizer.save(str(path))
-        TOKENIZERS[name] = get_tokenizer(str(path)), library_tokenizer
+@pytest.fixture
+def train_from(printed, tmp_path):
+    """Train from a folder of transformers in tmp_path; what is printed."""
+
+    def call(config, folder, data, options):
+        words = [f"configs/{config}.toml", "--train.init-from", folder]
+        words += ["--data.folder", data, "--out", tmp_path, "--train.device", "cpu"]
+        return printed(train, *words, *options.split())
+
+    return call
 
 
-TOKENIZERS: dict = {}
+@pytest.fixture
+def evaluate(printed, tmp_path):
+    """Evaluate models on some blocks of data: their losses, and what is printed."""
+
+    def call(data, options, *models):
+        path = tmp_path / "loss.json"
+        words = [*models, "--datasets", data, "--json", path, "--overwrite"]
+        said = printed(eval_ppl, *words, *options.split())
+        return [row["nll"] for row in json.loads(path.read_text())["results"]], said
+
+    return call
 
 
-def test_a_decoder_is_trained_scored_and_sampled(llama, tmp_path, monkeypatch, capsys):
+def test_a_decoder_is_trained_scored_and_sampled(
+    llama, tmp_path, printed, train_from, evaluate
+):
     """From a folder of transformers to an any-order model, with a rate of 0: the
     left-to-right loss stays that of the folder."""
     folder = llama[1]
@@ -468,41 +452,30 @@ def test_a_decoder_is_trained_scored_and_sampled(llama, tmp_path, monkeypatch, c
     text.write_text(
         "\n\n".join(f"the quick brown fox {i} it's 10 o'clock" for i in range(400))
     )
-    run = tmp_path / "aogpt_llama"
     tokenizer = folder / "tokenizer.json"
     words = ["text", "--source", text, "--out", data, "--tokenizer", tokenizer]
-    said = run_main(prepare, monkeypatch, capsys, *words)
     hint = f"configs/smollm2.toml --name data --data.folder {data}"
-    assert f"next: python train.py {hint}" in said
-    words = ["configs/aogpt_llama.toml", "--data.folder", data, "--out", tmp_path]
-    words += ["--train.init-from", folder, "--train.steps", 2]
-    words += "--train.batch-size 4 --optim.warmup-steps 0 --optim.lr 0.0".split()
-    words += "--model.block-size 32 --eval.sequences 4 --train.no-compile".split()
-    words += "--train.parallel ddp --train.device cpu".split()
-    printed = run_main(train, monkeypatch, capsys, *words)
-    assert "started from the weights of" in printed
-    printed = run_main(train, monkeypatch, capsys, *words, "--train.steps", 3)
-    assert "resumed" in printed
-    printed = run_main(
-        sample, monkeypatch, capsys, run, "--prompt", "the quick[MASK:4] fox"
-    )
-    assert "the quick" in printed
-    assert "[MASK" not in printed
-
-    def loss(model, order):
-        path = tmp_path / "loss.json"
-        words = [model, "--datasets", data, "--orders", order, "--json", path]
-        words += "--max-sequences 8 --block-size 32 --overwrite".split()
-        run_main(eval_ppl, monkeypatch, capsys, *words)
-        return json.loads(path.read_text())["results"][0]["bits_per_token"]
-
-    assert abs(loss(run, "l2r") - loss(folder, "l2r")) < 1e-6
-    assert loss(run, "random") > 0
+    assert f"next: python train.py {hint}" in printed(prepare, *words)
+    options = "--train.batch-size 4 --optim.warmup-steps 0 --optim.lr 0.0 "
+    options += "--model.block-size 32 --eval.sequences 4 --train.no-compile "
+    options += "--train.parallel ddp --train.steps"
+    said = train_from("aogpt_llama", folder, data, f"{options} 2")
+    assert "started from the weights of" in said
+    assert "resumed" in train_from("aogpt_llama", folder, data, f"{options} 3")
+    run = tmp_path / "aogpt_llama"
+    said = printed(sample, run, "--prompt", "the quick[MASK:4] fox")
+    assert "the quick" in said
+    assert "[MASK" not in said
+    options = "--max-sequences 8 --block-size 32 --orders"
+    (of_run, random), _ = evaluate(data, f"{options} l2r random", run)
+    (of_folder,), _ = evaluate(data, f"{options} l2r", folder)
+    assert of_run == pytest.approx(of_folder, abs=1e-6)
+    assert random > 0
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
 def test_which_tokens_a_run_and_its_source_are_scored_on_is_said(
-    kind, tmp_path, monkeypatch, capsys
+    kind, tmp_path, train_from, evaluate
 ):
     """Qwen has no start token. The run's loss, here before its first step, counts the
     first token of a block, that of the source does not; of both together neither
@@ -511,25 +484,19 @@ def test_which_tokens_a_run_and_its_source_are_scored_on_is_said(
     write_model(folder, kind)
     has_start = kind == "Llama"
     data = data_for(folder, tmp_path, val_fraction=0.2)
-    words = ["configs/smollm2.toml", "--data.folder", data, "--out", tmp_path]
-    words += ["--train.init-from", folder, "--train.steps", 1]
-    words += "--train.batch-size 4 --optim.warmup-steps 0 --optim.lr 0.0".split()
-    words += "--model.block-size 8 --eval.sequences 6 --train.device cpu".split()
-    said = run_main(train, monkeypatch, capsys, *words)
+    options = "--train.steps 1 --train.batch-size 4 --optim.warmup-steps 0 "
+    options += "--optim.lr 0.0 --model.block-size 8 --eval.sequences 6"
+    said = train_from("smollm2", folder, data, options)
     assert ("it has no start token" in said) != has_start
     run = tmp_path / "smollm2"
-    first_row = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
-    first_loss = first_row["val_loss_l2r"]
-
-    note = "the first token of a block is not scored"
-    path = tmp_path / "loss.json"
+    first_loss = read_lines(run / "metrics.jsonl")[0]["val_loss_l2r"]
 
     def loss(*models):
-        words = [*models, "--datasets", data, "--orders", "l2r", "--json", path]
-        words += "--max-sequences 6 --block-size 8 --overwrite".split()
-        said = run_main(eval_ppl, monkeypatch, capsys, *words)
+        options = "--orders l2r --max-sequences 6 --block-size 8"
+        losses, said = evaluate(data, options, *models)
+        note = "the first token of a block is not scored"
         assert (note in said) == (folder in models and not has_start)
-        return [row["nll"] for row in json.loads(path.read_text())["results"]]
+        return losses
 
     (of_run,) = loss(run)
     (of_source,) = loss(folder)
@@ -538,46 +505,39 @@ def test_which_tokens_a_run_and_its_source_are_scored_on_is_said(
     assert loss(run, folder) == pytest.approx([of_source, of_source], rel=1e-5)
 
 
-def write_gpt2(folder: Path) -> None:
-    """Write a random tiny GPT-2 of transformers to a folder."""
-    config = transformers.GPT2Config(
-        vocab_size=257, n_positions=32, n_embd=24, n_layer=2, n_head=2
-    )
-    torch.manual_seed(0)
-    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
-
-
 @pytest.mark.parametrize("kind", ["Llama", "GPT-2"])
 def test_an_encoder_starts_from_a_pretrained_decoder(
-    kind, llama, data, tmp_path, monkeypatch, capsys
+    kind, llama, data, tmp_path, monkeypatch, printed, train_from
 ):
     """Its weights, with the mean of the token vectors as that of [MASK]; 50 steps."""
+    folder = llama[1]
+    position = "rotary"
     if kind == "Llama":
-        folder = llama[1]
         data = data_for(folder, tmp_path, val_fraction=0.2)
     else:  # whose tokenizer, with 50,257 ids, would be most of the model
         folder = tmp_path / "gpt2"
-        write_gpt2(folder)
+        config = transformers.GPT2Config(
+            vocab_size=257, n_positions=32, n_embd=24, n_layer=2, n_head=2
+        )
+        torch.manual_seed(0)
+        transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+        position = "learned"
         monkeypatch.setattr(initial_weights, "check_same_tokenizer", lambda *_: None)
     source = load(folder).model
     V = source.config.vocab_size
-    words = ["--train.init-from", folder, "--data.folder", data, "--name", "encoder"]
-    words += ["--model.mask-token", V, "--model.vocab-size", V + 1, "--out", tmp_path]
-    words += "--model.attention full --model.target none --model.block-size 16".split()
-    words += "--objective.kind lambda_dce --order.kind random --train.steps 50".split()
-    words += "--order.l2r-prob 0 --train.batch-size 8 --optim.lr 2e-3".split()
-    words += "--optim.warmup-steps 5 --train.device cpu --eval.interval 25".split()
-    if kind == "GPT-2":
-        words += ["--model.position", "learned"]
-    run_main(train, monkeypatch, capsys, "configs/smollm2.toml", *words)
-    lines = (tmp_path / "encoder" / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    options = f"--model.mask-token {V} --model.vocab-size {V + 1} --name encoder "
+    options += f"--model.position {position} --model.block-size 16 "
+    options += "--model.attention full --model.target none --train.steps 50 "
+    options += "--objective.kind lambda_dce --order.kind random --order.l2r-prob 0 "
+    options += "--train.batch-size 8 --optim.lr 2e-3 --optim.warmup-steps 5 "
+    options += "--eval.interval 25"
+    train_from("smollm2", folder, data, options)
+    run = tmp_path / "encoder"
+    rows = read_lines(run / "metrics.jsonl")
     losses = [row["val_loss_random_raw"] for row in rows if "val_loss_random" in row]
     assert len(losses) == 3  # of the first one before all steps
     assert losses[-1] < losses[0] - 0.3
-    run = tmp_path / "encoder"
-    printed = run_main(sample, monkeypatch, capsys, run, "--prompt", "the[MASK:3] fox")
-    assert "[MASK" not in printed
+    assert "[MASK" not in printed(sample, run, "--prompt", "the[MASK:3] fox")
 
     encoder = build_model(load(run).model.config)
     warm_start(encoder, source)

@@ -13,7 +13,7 @@ import shutil
 import pytest
 import safetensors.torch
 import torch
-from helpers import ROOT, flip_byte, limited_file_size, read_lines, run_script
+from helpers import flip_byte, limited_file_size, run_script
 from reference import (
     encoder_outputs,
     log_probs,
@@ -22,9 +22,7 @@ from reference import (
     random_tokens,
 )
 
-import sample
 from aogpt.checkpoints import CheckpointError, load, load_model, store
-from aogpt.data.tokenizers import get_tokenizer
 from aogpt.model import ModelConfig
 from aogpt.runtime.errors import UserError
 from aogpt.scoring import masked_log_probs, token_log_probs
@@ -372,8 +370,6 @@ def test_a_folder_with_an_unrelated_config_is_an_error(tmp_path):
     refused(folder, "named as in RADD", "config.json", "it lacks n_blocks")
     (folder / "config.json").write_text("{not json")
     refused(folder, "config.json: this is not JSON")
-    (folder / "config.json").unlink()
-    refused(folder, "config.json beside it", "it lacks tokens")
 
 
 @pytest.mark.parametrize("kind", ["released", "export"])
@@ -417,53 +413,48 @@ def test_truncated_files_are_an_error_that_names_them(tmp_path, file, share):
     refused(path, "cannot be read", "supported are")
 
 
-def head_bias(tensor):
-    """Another lm_head.bias."""
-    return lambda c: c["model"].update({"lm_head.bias": tensor})
-
-
-WRONG = {  # changes the contents of an AO-GPT -> what the message says
-    "missing tensors": (
-        lambda c: [
-            c["model"].pop(f"transformer.h.1.attn.{name}_norm.weight") for name in "qk"
-        ],
+WRONG = {  # changes the tensors of an AO-GPT -> what the message says
+    "missing": (
+        lambda t: [t.pop(f"transformer.h.1.attn.{name}_norm.weight") for name in "qk"],
         "it lacks blocks.1.attn.k_norm.weight, blocks.1.attn.q_norm.weight",
     ),
-    "an unknown tensor": (
-        lambda c: c["model"].update({"transformer.h.0.attn.gate": torch.zeros(2)}),
+    "unknown": (
+        lambda t: t.update({"transformer.h.0.attn.gate": torch.zeros(2)}),
         "the model has no place for transformer.h.0.attn.gate",
     ),
     "a wrong shape": (
-        head_bias(torch.zeros(VOCAB + 1)),
+        lambda t: t.update({"lm_head.bias": torch.zeros(VOCAB + 1)}),
         "head.bias is (38,) of torch.float32 in the file, (37,)",
     ),
-    "no model_args": (lambda c: c.pop("model_args"), "it lacks vocab_size"),
     "integers": (
-        head_bias(torch.zeros(VOCAB, dtype=torch.long)),
+        lambda t: t.update({"lm_head.bias": torch.zeros(VOCAB).long()}),
         "head.bias is (37,) of torch.int64",
     ),
-    "NaN": (head_bias(torch.full((VOCAB,), math.nan)), "numbers that are not finite"),
-    "an average that lacks a tensor": (
-        lambda c: c["ema_model"]["shadow_params"].pop(),
-        "lacks shadow_params, a list of 37 tensors",
-    ),
-    "a head of its own": (
-        lambda c: c["model"].update({"lm_head.weight": torch.ones(VOCAB, WIDTH)}),
-        "lm_head.weight and transformer.wte.weight differ",
+    "NaN": (
+        lambda t: t.update({"lm_head.bias": torch.full((VOCAB,), math.nan)}),
+        "numbers that are not finite",
     ),
 }
 
 
 @pytest.mark.parametrize("mistake_name", WRONG)
-def test_wrong_contents_are_named(released, mistake_name):
-    contents = container(
-        "sigma-GPT" if mistake_name == "a head of its own" else "AO-GPT"
-    )[0]
+def test_wrong_tensors_are_named(released, mistake_name):
+    contents = container()[0]
     change, words = WRONG[mistake_name]
-    change(contents)
+    change(contents["model"])
     torch.save(contents, released)
-    weights = "ema" if "average" in mistake_name else "raw"
-    refused(released, words, "supported are", weights=weights)
+    refused(released, words, "supported are", weights="raw")
+
+
+def test_an_average_that_lacks_a_tensor_and_another_head_are_refused(released):
+    contents = container()[0]
+    contents["ema_model"]["shadow_params"].pop()
+    torch.save(contents, released)
+    refused(released, "lacks shadow_params, a list of 37 tensors")
+    contents = container("sigma-GPT")[0]
+    contents["model"]["lm_head.weight"] = torch.ones(VOCAB, WIDTH)
+    torch.save(contents, released)
+    refused(released, "lm_head.weight and transformer.wte.weight differ")
 
 
 def test_settings_that_the_model_has_no_place_for_are_refused(gpt2, tmp_path):
@@ -478,9 +469,6 @@ def test_settings_that_the_model_has_no_place_for_are_refused(gpt2, tmp_path):
     ):
         folder = write_folder(tmp_path / name, settings | {name: value}, state)
         refused(folder, name, repr(value))
-    linear = {name: t.T if "c_attn.weight" in name else t for name, t in state.items()}
-    folder = write_folder(tmp_path / "c", settings, linear)
-    refused(folder, "blocks.0.attn.qkv.weight is (24, 72)")
 
 
 def test_a_repo_id_without_network_is_a_clear_error(tmp_path, monkeypatch):
@@ -586,42 +574,24 @@ def run(tmp_path_factory):
     return folder
 
 
-def test_convert_as_a_process_and_samples_of_the_export(run, tmp_path, script):
+def test_convert_as_a_process(run, tmp_path):
     export = tmp_path / "new" / "raw"
     done = run_script("convert.py", run, export, "--weights", "raw")
     assert "step 5, raw weights" in done.stdout
-    assert str(export) in done.stdout
-    names = sorted(path.name for path in export.iterdir())
-    assert names == ["config.json", "model.safetensors"]
     settings = json.loads((export / "config.json").read_text())
-    assert settings["source"] == str(run)
-    assert (settings["weights"], settings["step"]) == ("raw", 5)
+    origin = [settings[name] for name in ("source", "weights", "step")]
+    assert origin == [str(run), "raw", 5]
     same_weights(load_model(export), load_model(run, "raw"))
-    samples = []
-    for path in (export, run):
-        out = tmp_path / f"{path.name}.jsonl"
-        options = ["--num-samples", 2, "--jsonl", out, "--weights", "raw"]
-        assert script(sample, path, *options)[0] == 0
-        samples.append([line["tokens"] for line in read_lines(out)])
-    assert samples[0] == samples[1]
 
 
 def test_an_export_holds_one_set_of_weights_and_says_so_when_the_other_is_asked_for(
     run, tmp_path
 ):
     ema = tmp_path / "ema"
-    raw = tmp_path / "raw"
     convert(str(run), ema)
     same_weights(load_model(ema), load_model(run, "ema"))
     refused(ema, "ema weights only", "--weights raw", weights="raw")
-    convert(str(run), raw, "raw")
-    assert load(raw).weights == "raw"
-    settings = json.loads((raw / "config.json").read_text())
-
-    def write(settings):
-        text = json.dumps(settings | {"sha256": store.digest(settings)})
-        (raw / "config.json").write_text(text)
-
+    settings = json.loads((ema / "config.json").read_text())
     for changes, words in (
         (
             {"files": {"model.safetensors": "0" * 64}},
@@ -630,12 +600,12 @@ def test_an_export_holds_one_set_of_weights_and_says_so_when_the_other_is_asked_
         ({"vocab_size": 999}, "has a vocabulary of 999, but its model"),
         ({"format": "aogpt-export-9"}, "not of the format aogpt-export-2"),
         ({"step": -1}, "step"),
+        ({"model": None}, "model"),
     ):
-        write(settings | changes)
-        refused(raw, words)
-    for key in ("system", "model"):
-        write({name: value for name, value in settings.items() if name != key})
-        refused(raw, key)
+        changed = settings | changes
+        text = json.dumps(changed | {"sha256": store.digest(changed)})
+        (ema / "config.json").write_text(text)
+        refused(ema, words)
 
 
 def test_an_export_in_bfloat16_is_half_as_large_and_loads_as_its_rounded_weights(
@@ -665,9 +635,6 @@ def test_convert_leaves_what_exists_alone_and_nothing_half_written(run, tmp_path
     ):
         convert(str(run), tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointError, match="could not write"):
-        convert(str(run), tmp_path / "file" / "new")
 
 
 def test_of_two_that_convert_into_one_folder_the_later_one_says_so(
@@ -685,25 +652,6 @@ def test_of_two_that_convert_into_one_folder_the_later_one_says_so(
     assert len(list(tmp_path.iterdir())) == 1
 
 
-@torch.no_grad()
-def test_the_weights_in_this_repository_know_english_in_every_order():
-    """A sentence that nobody trained on: 3.2 to 3.5 nats a token. Frequencies of single
-    tokens would give 6.3 (results/books.md), and shuffled words give more."""
-    loaded = load(ROOT / "results" / "books_model")
-    assert loaded.tokenizer_sha256 == get_tokenizer("english").sha256
-    text = "The old man opened the door, and looked at the child "
-    text += "who was sitting by the fire."
-    tokens = torch.tensor([get_tokenizer(loaded.tokenizer).encode(text)])
-    length = tokens.shape[1]
-    orders = torch.stack(
-        [torch.arange(length), *random_orders(batch_size=3, length=length, seed=0)]
-    )
-    nll = -token_log_probs(loaded.model, tokens.expand_as(orders), orders).mean(dim=1)
-    assert (nll < 4.5).all()
-    mixed = tokens[:, random_orders(batch_size=1, length=length, seed=1)[0]]
-    assert -token_log_probs(loaded.model, mixed, orders[:1]).mean() > nll[0] + 2
-
-
 def test_a_best_that_cannot_be_named_leaves_the_new_checkpoint_whole(
     run, tmp_path, capsys, monkeypatch
 ):
@@ -711,14 +659,12 @@ def test_a_best_that_cannot_be_named_leaves_the_new_checkpoint_whole(
     copy = shutil.copytree(run, tmp_path / "run")
     path = store.find(copy)[-1]
     values = store.read_values(path)
-    (copy / "best").unlink(missing_ok=True)
 
     def full(path, text):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(store, "write_text", full)
-    step = store.step_of(path)
-    store.settle(copy, {**values, "best": {"step": step, "loss": 1.0}}, keep=9)
-    assert "warning: could not write" in (err := capsys.readouterr().err)
-    assert "best" in err
+    store.settle(copy, {**values, "best": {"step": 5, "loss": 1.0}}, keep=9)
+    said = capsys.readouterr().err
+    assert "warning: could not write" in said and "best" in said
     assert store.read_values(path) == values
