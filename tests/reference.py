@@ -25,7 +25,7 @@ from aogpt.sampling.modes import parse_mode
 from aogpt.sampling.plans import Samples
 from aogpt.sampling.scores import SCORES
 from aogpt.scoring import masked_log_probs, token_log_probs
-from aogpt.systems import build_model, log_linear_noise
+from aogpt.systems import build_model
 
 # of each chi-square test; seeds are fixed, so an accepted test stays accepted
 LEVEL = 1e-4
@@ -691,29 +691,17 @@ LLAMA = {
     "tied_head": True,
     "head_bias": False,
 }
+OF_GPT2 = {"norm": "layernorm", "qk_norm": False, "tied_head": True, "head_bias": False}
+FAST = {"position": "rotary", "value_residual": True}
 DECODERS = {
-    "GPT-2": {
-        "target": "none",
-        "gelu": "tanh",
-        "start": "hidden",
-        "norm": "layernorm",
-        "qk_norm": False,
-        "tied_head": True,
-        "head_bias": False,
-    },
-    "sigma-GPT": {
-        "target": "input",
-        "norm": "layernorm",
-        "qk_norm": False,
-        "tied_head": True,
-        "head_bias": False,
-    },
+    "GPT-2": {**OF_GPT2, "target": "none", "gelu": "tanh", "start": "hidden"},
+    "sigma-GPT": {**OF_GPT2, "target": "input"},
     "AO-GPT": {},
     "shared": {"target": "shared"},
     "per_block": {"target": "per_block"},
     "two_stream": {"target": "two_stream"},
     "AO-GPT, rotary": {"position": "rotary"},
-    "target rotary": {"position": "rotary", "target": "rotary", "value_residual": True},
+    "target rotary": {**FAST, "target": "rotary"},
     "Llama": {**LLAMA, "target": "rotary", "query_at": "before_target"},
     "mask_query": {"target": "mask_query"},
 }
@@ -743,17 +731,9 @@ ROTATED = {
 OTHERS = {
     **ROTATED,
     ONE_BY_ONE: {"target": "two_stream", "group_attention": False},
-    "mask_query, rotary": {
-        "target": "mask_query",
-        "position": "rotary",
-        "value_residual": True,
-    },
-    "two_stream, rotary": {
-        "target": "two_stream",
-        "position": "rotary",
-        "value_residual": True,
-    },
-    ROTARY_GPT: {"target": "none", "position": "rotary", "value_residual": True},
+    "mask_query, rotary": {**FAST, "target": "mask_query"},
+    "two_stream, rotary": {**FAST, "target": "two_stream"},
+    ROTARY_GPT: {**FAST, "target": "none"},
     "Llama, plain": {**LLAMA, "target": "none", "start": "hidden"},
     "Llama, A3": {
         **LLAMA,
@@ -824,29 +804,30 @@ def some_given(batch_size, length, seed):
     return given
 
 
+# Of a mode, and their types.
+ARGUMENTS = {
+    "steps": int,
+    "schedule": str,
+    "group": int,
+    "threshold": float,
+    "entropy_bound": float,
+    "block": int,
+    "draft": int,
+    "order": str,
+}
+
+
 @functools.cache
 def options_of(mode):
     """Return the arguments of a mode, such as "mdm:steps=3,schedule=cosine", and its
     name; None where one is not written."""
     name, _, written = mode.partition(":")
-    o = SimpleNamespace(
-        name=name,
-        steps=None,
-        schedule="linear",
-        group=None,
-        threshold=None,
-        entropy_bound=None,
-        block=None,
-        draft=None,
-        order=None,
-    )
+    options = dict.fromkeys(ARGUMENTS)
+    options["schedule"] = "linear"
     for setting in written.split(",") if written else ():
         key, _, value = setting.partition("=")
-        assert hasattr(o, key), mode
-        types = {"schedule": str, "order": str, "threshold": float}
-        types["entropy_bound"] = float
-        setattr(o, key, types.get(key, int)(value))
-    return o
+        options[key] = ARGUMENTS[key](value)
+    return SimpleNamespace(name=name, **options)
 
 
 # Modes in which the model chooses how many positions a step unmasks.
@@ -956,30 +937,9 @@ def log_probs_of_steps(model, tokens, order, steps, is_drafted=False):
     return log_probs[0].where(is_generated, 0)
 
 
-def logits_given(model, tokens, context, target, sizes=()):
-    """Return logits (V,) at one position of a row (T,) given its tokens at `context`,
-    which were predicted in groups of these sizes."""
-    length = len(tokens)
-    if model.config.is_encoder:
-        masked = torch.tensor([[p not in context for p in range(length)]])
-        sigma = None
-        if model.config.noise:
-            sigma = log_linear_noise(masked.double().mean(dim=1))
-        return model.logits(model.with_masks(tokens[None], masked), sigma)[0, target]
-    order = torch.tensor([order_through(context, target, length)])
-    if in_groups(model):
-        starts = group_starts(sizes, length)[None]
-        hidden = model.hidden(tokens[None], order, starts)
-    else:
-        hidden = model.hidden(tokens[None], order)
+def logits_given(model, tokens, context, target):
+    """Return a decoder's logits (V,) at one position of a row (T,) given its tokens at
+    `context`, which were predicted one by one."""
+    order = torch.tensor([order_through(context, target, len(tokens))])
+    hidden = model.hidden(tokens[None], order)
     return model.head_logits(hidden)[0, len(context)]
-
-
-def sizes_of(steps):
-    """Return how many positions each step unmasked, from a list of steps in order.
-    Given positions, step -1, are groups of one."""
-    sizes = []
-    for step, equal in itertools.groupby(steps):
-        count = len(list(equal))
-        sizes += [1] * count if step < 0 else [count]
-    return sizes
