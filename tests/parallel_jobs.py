@@ -1,9 +1,8 @@
 """Functions below, each with a configuration, done by several processes in turn:
 
-torchrun ... tests/parallel_jobs.py NAME=CONFIG ...
 python tests/parallel_jobs.py 2 NAME=CONFIG ... 4 NAME=CONFIG ...
 
-The second forks them once everything is imported, which takes longer than the jobs."""
+It forks them once everything is imported, which takes longer than the jobs."""
 
 import errno
 import itertools
@@ -209,8 +208,6 @@ def main(*words):
     at = [i for i, word in enumerate(words) if word.isdigit()]
     for begin, end in itertools.pairwise([*at, len(words)]):
         launch(int(words[begin]), *words[begin + 1 : end])
-    if not at:
-        do(*words)
 
 
 if __name__ == "__main__":

@@ -139,25 +139,6 @@ def test_a3_grows_its_groups_from_left_to_right_before_orders_are_random():
     assert shares == [0, 0.1, 0.2, 0.3, 0.4]
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (
-            ["--train.steps", "40", "--train.minutes", "2"],
-            "one of --train.steps and --train.minutes, not both",
-        ),
-        (
-            ["--model.target", "none"],
-            "model.target.*order.kind|order.kind.*model.target",
-        ),
-    ],
-)
-def test_options_that_do_not_go_together_are_an_error_of_one_line(options, message):
-    path = ROOT / "configs" / "quickstart.toml"
-    with pytest.raises(UserError, match=message):
-        configuration.from_command_line([str(path), *options], "")
-
-
 def test_names_of_any_text_marks_of_byte_order_and_integers_for_numbers_are_read(load):
     config = Config(name="run \N{PARTY POPPER} \x7f")
     assert load(b"\xef\xbb\xbf" + configuration.to_toml(config).encode()) == config
@@ -330,6 +311,8 @@ def test_epochs_become_steps(tmp_path):
     assert again == config
     with pytest.raises(UserError, match="give one of --train.steps and --train.epochs"):
         parsed("--train.epochs", "2", "--train.steps=3")
+    with pytest.raises(UserError, match="one of --train.steps and --train.minutes, no"):
+        parsed("--train.steps", "40", "--train.minutes", "2")
 
 
 @given(world=st.integers(1, 40), share=st.integers(1, 60), most=st.integers(1, 70))

@@ -21,7 +21,6 @@ from reference import (
 from aogpt.model import attention
 from aogpt.runtime import devices
 from aogpt.sampling import Engine, compiled
-from aogpt.sampling.batch import CachedBatch
 from aogpt.sampling.cached import Step, ragged
 from aogpt.sampling.token_choice import TokenChoice
 
@@ -279,45 +278,6 @@ def test_replayed_steps_with_ragged_attention_are_eager_steps(
     before = len(fast_engine.batch.graphs)
     fast_engine.generate(plan, tokens, seeded(3))
     assert len(fast_engine.batch.graphs) == before
-
-
-@ON_CPU
-def test_three_plans_record_the_ladder_at_most_and_never_within_a_plan(
-    graphs, monkeypatch
-):
-    """Plans of 256 steps for 8 x 1,024 positions. Stages are not computed, only
-    counted."""
-    model = make_system("AO-GPT", 0, torch.float32, block_size=1024, n_layer=1)
-    used = []
-    monkeypatch.setattr(compiled.Graphed, "capture", lambda *arguments: (None, None))
-
-    def predict(self, step):
-        return None, None
-
-    def unmask(self, step, hidden, index):
-        return None
-
-    monkeypatch.setattr(CachedBatch, "predict", predict)
-    monkeypatch.setattr(CachedBatch, "unmask", unmask)
-
-    def replay(self, method, function, step, size, *tensors):
-        used.append(self.key(method, step, size))
-        return None, None
-
-    monkeypatch.setattr(compiled.Graphed, "replay", replay)
-    fast_engine = Engine(model, compile=True)
-    for seed in range(3):
-        plan = make_plan("mdm:steps=256", 8, 1024, seed=seed)
-        begun = len(used)
-        fast_engine.generate(plan, uniforms=seeded(seed))
-        assert len(used) - begun > 500  # two stages a step
-        assert set(used) <= set(fast_engine.batch.graphs), (
-            "a step had to do without a graph"
-        )
-    largest = 2 * max(key.size for key in used if key.method == "unmask")
-    recorded = len(fast_engine.batch.graphs)
-    assert recorded <= 2 * len(compiled.ladder(largest)) < 40
-    assert recorded <= 2 * len(compiled.ladder(10**9))
 
 
 @ON_CPU

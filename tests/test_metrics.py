@@ -13,7 +13,6 @@ from helpers import (
     change,
     encoder_config,
     newest,
-    prepared,
     read_lines,
     tiny_config,
 )
@@ -26,7 +25,6 @@ from aogpt.objectives import evaluation_masks
 from aogpt.orders import OrderConfig, orders_at
 from aogpt.runtime.randomness import SCORED_ORDERS
 from aogpt.scoring import masked_log_probs, token_log_probs
-from aogpt.systems import build_model
 from aogpt.training import metrics, val_losses
 from aogpt.training.checkpoint import Progress
 from aogpt.training.config import ObjectiveConfig, StageConfig
@@ -180,32 +178,6 @@ def train_losses(config):
 
 def mean(losses, first, last):
     return np.mean([losses[step] for step in range(first, last + 1)])
-
-
-@pytest.mark.parametrize("kind", ["ao_ar", "lambda_dce"])
-def test_a_partial_validation_estimates_the_whole_split(kind, tmp_path):
-    """A split whose first quarter is another text than the rest, under a model that
-    tells them apart; a draw is exact to 1% of what the first blocks would be wrong
-    by."""
-    text = tmp_path / "text.txt"
-    text.write_text("a" * 1600 + "b" * 4800)
-    folder = prepared("text", tmp_path / "data", text, split="val")
-    config = tiny_config(folder, tmp_path, eval__sequences=100)
-    config = encoder_config(config) if kind == "lambda_dce" else config
-    model = build_model(config.model).eval()
-    torch.nn.init.zeros_(model.head.weight)
-    with torch.no_grad():
-        model.head.bias[ord("a")] = 5.0
-    dataset = TokenDataset(folder, "val", LENGTH)
-    losses = {}
-    for count in (100, dataset.num_blocks):
-        config = change(config, eval__sequences=count)
-        losses[count] = val_losses.validation_loss(
-            model, dataset, RANDOM, config, ALONE
-        ).mean
-    part, whole = losses.values()
-    assert part == pytest.approx(whole, abs=0.2)
-    assert whole > 3
 
 
 @pytest.mark.parametrize("system", ["decoder", "encoder"])

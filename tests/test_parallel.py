@@ -98,13 +98,13 @@ def runs_on(undisturbed, world):
 
 
 @pytest.fixture(scope="module")
-def everywhere(undisturbed, moves, pairs, halved):
+def everywhere(undisturbed, moves, pairs):
     """The runs of one and two processes. Launching takes seconds, so the same processes
     also do the other jobs of this file."""
     steps = [("steps", shards) for _, shards in pairs.values()]
     do(
         (1, runs_on(undisturbed, 1)),
-        (2, [*runs_on(undisturbed, 2), *steps, ("run", halved)]),
+        (2, [*runs_on(undisturbed, 2), *steps]),
         (1, moved(moves, 2, 1)),
     )
 
@@ -123,28 +123,6 @@ def places(values):
         pytest.param(*value, marks=[slow] if "4" in str(value) else [])
         for value in values
     ]
-
-
-@pytest.fixture(scope="module")
-def halved(data, tmp_path_factory):
-    """Its micro-batches of a whole batch become smaller on two processes, as in the
-    quickstart."""
-    return tiny_config(
-        data,
-        tmp_path_factory.mktemp("halved"),
-        steps=6,
-        eval__interval=0,
-        train__micro_batch_size=8,
-        model__dropout=0.0,
-    )
-
-
-def test_a_batch_is_shared_by_two_processes_and_its_losses_stay_the_same(
-    everywhere, halved
-):
-    train.train(change(halved, name="alone"), ALONE)
-    losses = metrics(change(halved, name="alone"), "loss")
-    assert metrics(halved, "loss") == pytest.approx(losses, abs=1e-5)
 
 
 @pytest.mark.parametrize(

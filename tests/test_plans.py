@@ -112,15 +112,7 @@ def test_the_keys_of_a_mode_may_be_any_numbers(scale, shift):
     ]
 
 
-def test_group_sizes_leave_out_steps_that_unmask_nothing():
-    steps = [[0, 0, 4, 4, 4], [-1, -1, 2, 3, 9], [-1] * 5, [1, 5, 5, 0, -1]]
-    plan = Plan(
-        order=torch.arange(5).expand(4, 5),
-        step=torch.tensor(steps),
-        length=torch.tensor([5, 5, 5, 3]),
-    )
-    assert group_sizes(plan).tolist() == [[2, 3, 0], [1, 1, 1], [0, 0, 0], [1, 2, 0]]
-    assert plan.generated[3].tolist() == [True, True, True, False, False]
+def test_where_nothing_is_generated_there_are_no_groups():
     all_given = torch.ones(2, 3, dtype=torch.bool)
     nothing = order_plan(Samples(2, torch.tensor([0, 3]), given=all_given), "l2r")
     assert group_sizes(nothing).shape == (2, 0)

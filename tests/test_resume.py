@@ -206,8 +206,6 @@ MEANINGS = {  # the source, what the model changes -> what is said; None: it sta
     ),
     "vocabulary": ({}, {"vocab_size": 384}, "set model.vocab_size = 320 .it is 384.$"),
     "deeper": ({}, {"n_layer": 3}, "set model.n_layer = 2 .it is 3.$"),
-    "wider": ({}, {"n_embd": 64}, "set model.n_embd = 32 .it is 64.$"),
-    "condition": ({}, {"cond_dim": 16}, "set model.cond_dim = 8 .it is 16.$"),
     "longer": (
         {},
         {"block_size": 32},
@@ -218,7 +216,6 @@ MEANINGS = {  # the source, what the model changes -> what is said; None: it sta
     "longer without tables": (ROTARY, {"block_size": 32}, None),
     "shorter": ({}, {"block_size": 8}, None),
     "shorter tables in blocks": ({"target": "per_block"}, {"block_size": 8}, None),
-    "shorter encoder": (ENCODER, {"block_size": 8}, None),
     "shorter mask queries": ({"target": "mask_query"}, {"block_size": 8}, None),
     "plain": ({"target": "none"}, {"target": "adaln", "cond_dim": 16}, None),
     "two streams": (

@@ -8,8 +8,6 @@ import pyarrow.parquet as parquet_files
 import pytest
 from helpers import documents, needs_gpt2, prepared, write_jsonl, write_rows
 
-from aogpt.data.catalogue import command_for
-from aogpt.data.loader import find_dataset
 from aogpt.data.tokenizers import get_tokenizer
 from aogpt.runtime.errors import UserError
 
@@ -170,26 +168,3 @@ def test_a_folder_to_write_that_cannot_be_one_is_a_message(tmp_path):
         with pytest.raises(OSError, match=str(tmp_path / "x")):
             prepared("text", out, source)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "x", "y"]
-
-
-@pytest.mark.parametrize(
-    ("name", "command"),
-    [
-        ("ptb", "python data/prepare.py ptb"),
-        (
-            "data/stories_bytes",
-            "python data/prepare.py stories --tokenizer bytes --out data/stories_bytes",
-        ),
-        ("data/own", "python data/prepare.py text --source FILE ... --out data/own"),
-        ("/d/openwebtext", "python data/prepare.py openwebtext --out /d/openwebtext"),
-    ],
-)
-def test_the_hint_for_missing_data_is_a_command_that_makes_it(
-    tmp_path, monkeypatch, name, command
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("aogpt.data.loader.DATA", tmp_path)
-    with pytest.raises(FileNotFoundError) as error:
-        find_dataset(name)
-    assert str(error.value).endswith(f"make it with: {command}")
-    assert command_for(name) == command
