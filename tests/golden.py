@@ -14,16 +14,14 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import torch
+from helpers import ALONE, ROOT, change, metrics
 
 import train
-from aogpt.runtime.processes import Processes
 from aogpt.training import config as configuration
 
-ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "tests" / "golden.json"
 STEPS = 12
 
@@ -31,21 +29,23 @@ STEPS = 12
 def losses_of(path: Path, data: Path, out: Path) -> dict[str, list[float]]:
     """Train a debug config for 12 steps; return its losses by their keys in
     metrics.jsonl."""
-    config = configuration.load_toml(path)
-    config = replace(
-        config,
+    config = change(
+        configuration.load_toml(path),
         out=str(out),
-        data=replace(config.data, folder=str(data)),
-        train=replace(config.train, steps=STEPS, log_interval=1, device="cpu"),
-        optim=replace(config.optim, warmup_steps=4),
-        eval=replace(config.eval, interval=6, sequences=8),
-        checkpoint=replace(config.checkpoint, interval=STEPS),
+        data__folder=str(data),
+        train__steps=STEPS,
+        train__log_interval=1,
+        train__device="cpu",
+        optim__warmup_steps=4,
+        eval__interval=6,
+        eval__sequences=8,
+        checkpoint__interval=STEPS,
     )
     with contextlib.redirect_stdout(io.StringIO()):
-        train.train(config, Processes(0, 1, torch.device("cpu")))
+        train.train(config, ALONE)
     losses: dict[str, list[float]] = {}
-    for line in (config.run_folder / "metrics.jsonl").read_text().splitlines():
-        for key, value in json.loads(line).items():
+    for line in metrics(config):
+        for key, value in line.items():
             if key == "loss" or key.startswith("val_loss"):
                 losses.setdefault(key, []).append(value)
     return losses
