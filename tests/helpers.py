@@ -27,7 +27,6 @@ from aogpt.model import ModelConfig
 from aogpt.objectives import ObjectiveConfig
 from aogpt.orders import OrderConfig
 from aogpt.runtime.devices import has_compiler
-from aogpt.runtime.errors import UserError
 from aogpt.runtime.processes import Processes
 from aogpt.training import config as configuration
 
@@ -87,20 +86,6 @@ def prepared(name, out, *source, tokenizer="bytes", **options):
     """Prepare a dataset in this process; returns its folder."""
     settings = Prepare(name, out=out, source=source, tokenizer=tokenizer, **options)
     return prepare(settings)
-
-
-def stopping_at_the_second(function):
-    """Return a function that calls this one the first time and then fails, and the list
-    of the calls so far."""
-    calls = []
-
-    def call(*arguments):
-        if calls:
-            raise UserError("stopped")
-        calls.append(arguments)
-        return function(*arguments)
-
-    return call, calls
 
 
 def documents(folder, split="test"):

@@ -1,5 +1,6 @@
-"""Data sets of the studies, prepared in the process of a test."""
+"""What several tests of the studies use."""
 
+from aogpt.runtime.errors import UserError
 from studies.prepare import PrepareStudy, prepare_study
 
 
@@ -9,3 +10,17 @@ def prepared_study(name, out, *source, tokenizer="bytes", **options):
         name, out=out, source=source, tokenizer=tokenizer, **options
     )
     return prepare_study(settings)
+
+
+def stopping_at_the_second(function):
+    """Return a function that calls this one the first time and then fails, and the list
+    of the calls so far."""
+    calls = []
+
+    def call(*arguments):
+        if calls:
+            raise UserError("stopped")
+        calls.append(arguments)
+        return function(*arguments)
+
+    return call, calls

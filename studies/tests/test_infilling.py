@@ -6,15 +6,9 @@ import math
 
 import pytest
 import torch
-from helpers import (
-    ALONE,
-    LENGTH,
-    prepared,
-    stopping_at_the_second,
-    tiny_config,
-    write_jsonl,
-)
+from helpers import ALONE, LENGTH, prepared, tiny_config, write_jsonl
 from reference import DECODERS, ENCODERS, make_system, order_through, random_tokens
+from study_data import stopping_at_the_second
 from test_tokenizer_files import of_bytes, of_words, saved
 
 import train

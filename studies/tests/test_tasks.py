@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from helpers import ALONE, change, read_lines, stopping_at_the_second, tiny_config
-from study_data import prepared_study
+from helpers import ALONE, change, read_lines, tiny_config
+from study_data import prepared_study, stopping_at_the_second
 
 import train
 from aogpt.checkpoints.load import load
