@@ -441,20 +441,6 @@ def test_a_command_prints_what_the_page_says(command, results):
         assert result in done.stdout
 
 
-@pytest.mark.slow(reason="loads a model")
-def test_the_python_of_readme_runs(tmp_path):
-    text = (ROOT / "README.md").read_text()
-    code = re.search(r"^    import aogpt\n(    .*\n)+", text, re.M)[0]
-    (tmp_path / "example.py").write_text(textwrap.dedent(code))
-    (tmp_path / "results").symlink_to(ROOT / "results")
-    subprocess.run(
-        [sys.executable, "example.py"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        check=True,
-    )
-
-
 # ---- pages ---------------------------------------------------------------------------
 
 
@@ -510,21 +496,18 @@ def test_files_and_names_that_contributing_tells_to_edit_are_there():
             assert re.search(rf"\b{name}\b", source), code
 
 
-TRAINS = pytest.mark.slow(reason="runs a program of some seconds")
-
-
+@pytest.mark.slow(reason="runs a program of some seconds")
 @pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param("method", marks=TRAINS),
-        pytest.param("own_order_policy", marks=TRAINS),
-        pytest.param("log_probs_for_rl", marks=TRAINS),
-    ],
+    "page", ["README", "docs/method", "docs/own_order_policy", "docs/log_probs_for_rl"]
 )
 def test_the_code_of_a_page_prints_what_the_page_says(page, tmp_path):
     """All code of the page is one program. Numbers may differ in the last place."""
-    text = (ROOT / "docs" / f"{page}.md").read_text()
+    text = (ROOT / f"{page}.md").read_text()
     code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.S))
+    if page == "README":
+        code = textwrap.dedent(
+            re.search(r"^    import aogpt\n(    .*\n)+", text, re.M)[0]
+        )
     shown = "".join(re.findall(r"```text\n(.*?)```", text, re.S))
     (tmp_path / "example.py").write_text(code)
     for name in ("results", "data"):

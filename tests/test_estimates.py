@@ -155,6 +155,19 @@ def coverage(estimates, exact, degrees=None):
     return covered / len(estimates)
 
 
+def losses_of(model, tokens, draws, seed=0):
+    """Return the estimates of the loss of every sequence, (rows, draws)."""
+    rows = range(len(tokens))
+    random = OrderConfig("random")
+    losses = []
+    for draw in range(draws):
+        of_tokens = token_nll(
+            model, tokens, random, seed=seed, draw=draw, rows=rows, total=len(rows)
+        )
+        losses.append(of_tokens.means())
+    return torch.stack(losses, dim=1)
+
+
 @pytest.mark.parametrize("given_data", [True, False])
 @pytest.mark.parametrize("draws", [2, 5])
 def test_95_percent_intervals_of_the_any_order_loss_cover_the_exact_value(
@@ -171,15 +184,7 @@ def test_95_percent_intervals_of_the_any_order_loss_cover_the_exact_value(
     index = torch.randint(V**N, (choices, TEXTS), generator=generator)
     index = index.expand(REPEATS, TEXTS)
     tokens = all_sequences(V, N)[index.flatten()]
-    rows = range(REPEATS * TEXTS)
-    random = OrderConfig("random")
-    nll = []
-    for draw in range(draws):
-        of_tokens = token_nll(
-            model, tokens, random, seed=0, draw=draw, rows=rows, total=0
-        )
-        nll.append(of_tokens.means())
-    samples = torch.stack(nll, dim=1).view(REPEATS, TEXTS, draws)
+    samples = losses_of(model, tokens, draws).view(REPEATS, TEXTS, draws)
     estimates = [estimate(sample) for sample in samples]
     if given_data:
         target = float(exact[index[0]].mean())
@@ -205,18 +210,11 @@ def test_95_percent_intervals_of_an_encoders_elbo_cover_its_exact_any_order_loss
     model, conditional = enumerable_system(system, seed=0)
     index = torch.randint(V**N, (TEXTS,), generator=torch.Generator().manual_seed(0))
     tokens = all_sequences(V, N)[index]
-    random = OrderConfig("random")
-    rows = range(TEXTS)
     exact = float(exact_losses(conditional)[index].mean())
     estimates = []
     for seed in range(REPEATS):
-        nll = []
-        for draw in range(6):
-            of_tokens = token_nll(
-                model, tokens, random, seed=seed, draw=draw, rows=rows, total=TEXTS
-            )
-            nll.append(of_tokens.means())
-        estimates.append(estimate(torch.stack(nll, dim=1), joint=True))
+        losses = losses_of(model, tokens, 6, seed)
+        estimates.append(estimate(losses, joint=True))
     assert 0.90 <= coverage(estimates, exact, degrees=5) <= 0.99
     values = torch.tensor([one.nll for one in estimates], dtype=torch.float64)
     assert abs(values.mean() - exact) < 4 * values.std() / REPEATS**0.5

@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import some_slow
-from reference import (
-    generate,
-    make_plan,
-    make_system,
-    random_tokens,
-    seeded,
-    some_given,
-)
+from reference import make_plan, make_system, random_tokens, seeded, some_given
 
 from aogpt.model import attention
 from aogpt.runtime import devices
@@ -44,30 +37,6 @@ ON_CPU = pytest.mark.skipif(DEVICE == "cuda", reason="a stand-in for what a GPU 
 INTERPRETED = "Triton's interpreter takes one or two seconds for each"
 
 # ---- attention -----------------------------------------------------------------------
-
-
-@pytest.fixture
-def bfloat16_products(monkeypatch):
-    """Triton's interpreter multiplies the bits of bfloat16 numbers; make it their
-    values."""
-    if DEVICE == "cuda":
-        return
-    from triton.runtime import interpreter
-
-    builder = interpreter.InterpreterBuilder
-    product = builder.create_dot
-
-    def values_of(bfloat16):
-        bits = bfloat16.data.astype(np.uint32) << 16
-        return interpreter.TensorHandle(bits.view(np.float32), triton.language.float32)
-
-    def with_values(self, a, b, d, input_precision, max_num_imprecise_acc):
-        if a.dtype.is_bf16():
-            a = values_of(a)
-            b = values_of(b)
-        return product(self, a, b, d, input_precision, max_num_imprecise_acc)
-
-    monkeypatch.setattr(builder, "create_dot", with_values)
 
 
 def masked_attention(q, k, v, keys, values, step, hide_start):
@@ -98,7 +67,9 @@ CASES = {
     "splits, width 20, grouped": (3, 70, 6, 2, 20, False, 4, 12),
     "twenty queries a key, splits": (2, 40, 20, 1, 16, True, 2, 12),
 }
-LIMITS = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+LIMITS = {torch.float32: 1e-6, torch.float16: 2e-3}
+if DEVICE == "cuda":  # the interpreter multiplies the bits of bfloat16 numbers
+    LIMITS[torch.bfloat16] = 2e-2
 
 
 @pytest.mark.parametrize(
@@ -109,9 +80,7 @@ LIMITS = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
         INTERPRETED,
     ),
 )
-def test_ragged_attention_is_masked_attention(
-    case, dtype, monkeypatch, bfloat16_products
-):
+def test_ragged_attention_is_masked_attention(case, dtype, monkeypatch):
     """Rows of different lengths, one of them finished, one without a known token, and
     padding."""
     B, T, H, key_heads, D, hide_start, splits, most = CASES[case]
@@ -223,12 +192,9 @@ def graphs(monkeypatch, attention_calls):
 
 def test_sizes_of_graphs_grow_by_a_quarter_at_most():
     sizes = compiled.ladder(10**9)
-    assert sizes[:6] == [8, 16, 24, 32, 40, 48]
     assert sizes[-1] >= compiled.LARGEST_GRAPH
     for smaller, larger in zip(sizes, sizes[1:], strict=False):
         assert smaller < larger <= max(smaller + 8, 1.25 * smaller)
-        assert larger % 8 == 0
-    assert len(sizes) == 28
     for n in (1, 8, 9, 100, 4095):
         *smaller, last = compiled.ladder(n)
         assert smaller == [size for size in sizes if size < n]
@@ -236,27 +202,30 @@ def test_sizes_of_graphs_grow_by_a_quarter_at_most():
 
 
 @pytest.mark.parametrize(
-    "system, mode",
+    "system, mode, largest",
     some_slow(
         [
-            ("AO-GPT", "mdm:steps=3"),
-            ("GPT-2", "l2r"),
-            ("AO-GPT", "entropy:entropy_bound=0.95"),
-            ("target rotary", "speculative:order=l2r,draft=3"),
-            ("AO-GPT", "confidence:threshold=0.45,block=3"),
-            ("Llama", "random:group=3"),
-            ("two_stream", "even:steps=4"),
-            ("SEDD", "even:steps=4"),
+            ("AO-GPT", "mdm:steps=3", compiled.LARGEST_GRAPH),
+            ("GPT-2", "l2r", compiled.LARGEST_GRAPH),
+            ("AO-GPT", "entropy:entropy_bound=0.95", compiled.LARGEST_GRAPH),
+            ("target rotary", "speculative:order=l2r,draft=3", compiled.LARGEST_GRAPH),
+            ("AO-GPT", "confidence:threshold=0.45,block=3", compiled.LARGEST_GRAPH),
+            ("Llama", "random:group=3", compiled.LARGEST_GRAPH),
+            ("AO-GPT", "even:steps=2", 8),
+            ("two_stream", "even:steps=4", compiled.LARGEST_GRAPH),
+            ("SEDD", "even:steps=4", compiled.LARGEST_GRAPH),
         ],
-        lambda system, mode: system == "Llama",
+        lambda system, mode, largest: system == "Llama",
         INTERPRETED,
     ),
 )
 def test_replayed_steps_with_ragged_attention_are_eager_steps(
-    system, mode, graphs, attention_calls
+    system, mode, largest, graphs, attention_calls, monkeypatch
 ):
     """Batches of rows of different lengths, some tokens given; nothing is recorded once
-    a plan has begun."""
+    a plan has begun, and steps that are too large for a graph do without."""
+    monkeypatch.setattr(compiled, "LARGEST_GRAPH", largest)
+    compiled.ladder.cache_clear()
     model = small_system(system)
     given = None if mode == "l2r" else some_given(5, 12, seed=1)
     choice = TokenChoice(0.9, 0.9)
@@ -275,24 +244,8 @@ def test_replayed_steps_with_ragged_attention_are_eager_steps(
     assert ("predict" in recorded) == (system != "two_stream")
     is_adaptive = "speculative" in mode or "threshold" in mode or "bound" in mode
     assert ("unmask" in recorded) != is_adaptive
+    assert max(key.size for key in fast_engine.batch.graphs) <= largest
     before = len(fast_engine.batch.graphs)
     fast_engine.generate(plan, tokens, seeded(3))
     assert len(fast_engine.batch.graphs) == before
-
-
-@ON_CPU
-@pytest.mark.slow(reason=INTERPRETED)
-def test_a_step_too_large_for_a_graph_runs_without_one(graphs, monkeypatch):
-    """The first one of a long prompt; what it predicts is drawn all the same."""
-    monkeypatch.setattr(compiled, "LARGEST_GRAPH", 8)
-    compiled.ladder.cache_clear()
-    model = small_system("AO-GPT")
-    given = torch.arange(12).expand(3, -1) < 8
-    plan = make_plan("even:steps=3", 3, torch.tensor([12, 12, 9]), given)
-    tokens = random_tokens(vocab_size=11, batch_size=3, length=12, seed=2)
-    eager = generate(model, plan, tokens, generator=seeded(2))
-    fast_engine = Engine(model, compile=True)
-    got = fast_engine.generate(plan, tokens, seeded(2))
-    assert torch.equal(got.tokens, eager.tokens)
-    assert {key.size for key in fast_engine.batch.graphs} == {8}
     compiled.ladder.cache_clear()

@@ -4,6 +4,7 @@ order."""
 import json
 import re
 
+import helpers
 import numpy as np
 import pytest
 import torch
@@ -155,29 +156,14 @@ def test_progress_is_told_in_plain_lines(data, tmp_path, capsys):
     losses = r"left to right \d\.\d{4}, any order \d\.\d{4}\n"
     assert re.search(said + "nats per token: " + losses, out)
     assert not err
-    every = train_losses(change(config, name="every", train__log_interval=1))
-    means = {
-        1: every[1],
-        10: mean(every, 2, 10),
-        20: mean(every, 11, 20),
-        25: mean(every, 21, 25),
-    }
-    rows = [line for line in lines_of(config.run_folder) if "loss" in line]
-    assert {row["step"]: row["loss"] for row in rows} == pytest.approx(means)
+    each_step = change(config, name="every", train__log_interval=1)
+    train.train(each_step, ALONE)
+    losses = helpers.metrics(each_step, "loss")
+    means = {1: losses[1]}
+    for first, last in ((2, 10), (11, 20), (21, 25)):
+        means[last] = np.mean([losses[step] for step in range(first, last + 1)])
+    assert helpers.metrics(config, "loss") == pytest.approx(means)
     assert means[1] == pytest.approx(np.log(320), abs=0.1)  # before training
-
-
-def train_losses(config):
-    train.train(config, ALONE)
-    return {
-        line["step"]: line["loss"]
-        for line in lines_of(config.run_folder)
-        if "loss" in line
-    }
-
-
-def mean(losses, first, last):
-    return np.mean([losses[step] for step in range(first, last + 1)])
 
 
 @pytest.mark.parametrize("system", ["decoder", "encoder"])

@@ -34,6 +34,10 @@ KINDS = (
 )
 
 
+def draw(config, rows, length, seed=0, step=0):
+    return orders_at(config, seed, step, range(rows), length)
+
+
 def test_a_mixture_of_one_kind_alone_is_of_that_kind():
     left_to_right = OrderConfig("mixture", l2r_prob=1.0)
     assert left_to_right.is_fixed
@@ -52,13 +56,7 @@ def test_every_kind_is_tested_here():
 def test_every_row_is_a_permutation_and_its_inverse_tells_the_step_of_each_position(
     kind, length
 ):
-    order = orders_at(
-        OrderConfig(kind, block=5, l2r_prob=0.3),
-        seed=3,
-        step=9,
-        rows=range(50),
-        length=length,
-    )
+    order = draw(OrderConfig(kind, block=5, l2r_prob=0.3), 50, length, seed=3, step=9)
     identity = torch.arange(length).expand(50, length)
     assert order.shape == (50, length)
     assert order.dtype == torch.int64
@@ -77,20 +75,17 @@ def test_a_row_does_not_depend_on_the_rows_drawn_with_it(kind, length, tmp_path)
     permutations = [np.random.permutation(33) for _ in range(64)]
     np.save(file, np.stack(permutations))
     config = OrderConfig(kind, block=3, l2r_prob=0.3, file=str(file))
-    whole = orders_at(config, seed=5, step=7, rows=range(60), length=length)
+    whole = draw(config, 60, length, seed=5, step=7)
     for size in (1, 4, 60):  # 60: nothing is kept between calls
         parts = []
         for start in range(0, 60, size):
             rows = range(start, start + size)
             parts.append(orders_at(config, seed=5, step=7, rows=rows, length=length))
         assert torch.equal(torch.cat(parts), whole)
-    assert torch.equal(
-        orders_at(config, seed=5, step=7, rows=range(5), length=length), whole[:5]
-    )
+    assert torch.equal(draw(config, 5, length, seed=5, step=7), whole[:5])
     if kind == "file":
         for seed, step in ((6, 7), (5, 8)):
-            other = orders_at(config, seed, step, range(60), length)
-            assert not torch.equal(other, whole)
+            assert not torch.equal(draw(config, 60, length, seed, step), whole)
 
 
 @pytest.mark.parametrize("kind", ["random", "mixture", *DRAWN_PER_ROW])
@@ -103,7 +98,7 @@ def test_seed_step_and_row_all_matter(kind):
     tables = [*itertools.product(range(4), range(4)), (2**62 - 1, 0), (0, 10**6)]
     different = set()
     for seed, step in tables:
-        orders = orders_at(config, seed, step, range(6), length)
+        orders = draw(config, 6, length, seed, step)
         different.update(map(tuple, orders.tolist()))
     assert len(different) == 6 * len(tables)
 
@@ -113,13 +108,9 @@ def test_seed_step_and_row_all_matter(kind):
 )
 def test_a_mixture_has_a_share_of_another_kind_and_is_random_otherwise(mixed):
     config = OrderConfig("mixture", l2r_prob=0.3, mixed=mixed, block=4, seed=7)
-    orders = orders_at(config, seed=1, step=2, rows=range(4000), length=12)
-    other = orders_at(
-        OrderConfig(mixed, block=4, seed=7), seed=1, step=2, rows=range(4000), length=12
-    )
-    random = orders_at(
-        OrderConfig("random"), seed=1, step=2, rows=range(4000), length=12
-    )
+    orders = draw(config, 4000, 12)
+    other = draw(OrderConfig(mixed, block=4, seed=7), 4000, 12)
+    random = draw(OrderConfig("random"), 4000, 12)
     taken = (orders == other).all(1)
     assert torch.equal(orders, other.where(taken[:, None], random))
     assert binomtest(int(taken.sum()), 4000, 0.3).pvalue > LEVEL
@@ -134,9 +125,9 @@ def test_a_fixed_order_is_one_permutation_for_the_run_and_differs_by_its_seed(
     different = {tuple(range(48))}
     for order_seed in range(3):
         config = OrderConfig(kind, block=block, seed=order_seed)
-        first = orders_at(config, seed=0, step=0, rows=range(1), length=48)
+        first = draw(config, 1, 48)
         for seed, step in ((0, 0), (0, 5), (9, 1)):
-            orders = orders_at(config, seed, step, range(4), 48)
+            orders = draw(config, 4, 48, seed, step)
             assert torch.equal(orders, first.expand(4, 48))
         different.add(tuple(first[0].tolist()))
     assert len(different) == 4
@@ -241,7 +232,7 @@ def test_orders_have_the_probabilities_of_their_definition(kind, length, setting
 
     def drawn(order_seed, step, rows):
         config = OrderConfig(kind, seed=order_seed, block=block, share=share)
-        return orders_at(config, seed, step, range(rows), length)
+        return draw(config, rows, length, seed, step)
 
     if kind.startswith("fixed"):
         seeds = range(3000 * seed, 3000 * (seed + 1))
@@ -264,11 +255,11 @@ def test_orders_of_a_file_are_all_as_frequent(tmp_path):
     path = tmp_path / "orders.npy"
     np.save(path, [[2, 0, 1], [0, 1, 2], [1, 2, 0]])
     config = OrderConfig("file", file=str(path))
-    orders = orders_at(config, seed=0, step=0, rows=range(3000), length=3).tolist()
+    orders = draw(config, 3000, 3).tolist()
     counts = collections.Counter(map(tuple, orders))
     assert counts.keys() == {(2, 0, 1), (0, 1, 2), (1, 2, 0)}
     assert chisquare(list(counts.values())).pvalue > LEVEL
-    shorter = orders_at(config, seed=0, step=0, rows=range(100), length=2)
+    shorter = draw(config, 100, 2)
     different = set(map(tuple, shorter.tolist()))
     assert different == {(0, 1), (1, 0)}  # the orders of their positions
 
@@ -294,9 +285,7 @@ def test_files_without_orders_are_refused(tmp_path, content, says):
     elif content is not None:
         np.save(path, content, allow_pickle=True)
     with pytest.raises(ValueError, match=says):
-        orders_at(
-            OrderConfig("file", file=str(path)), seed=0, step=0, rows=range(1), length=3
-        )
+        draw(OrderConfig("file", file=str(path)), 1, 3)
     with pytest.raises(ValueError, match="name a .npy file"):
         OrderConfig("file")
 
@@ -327,9 +316,9 @@ def test_philox_rows_are_windows_of_one_table(width):
         (lambda: OrderConfig(l2r_prob=-0.1), "order.l2r_prob is -0.1"),
         (lambda: OrderConfig(block=0), "order.block is 0"),
         (lambda: OrderConfig("fixed_blockwise", block=1), "at least 2"),
-        (lambda: orders_at(OrderConfig(), 0, 0, range(1), length=0), "length"),
-        (lambda: orders_at(OrderConfig(), -1, 0, range(1), length=4), "seed -1"),
-        (lambda: orders_at(OrderConfig(), 0, -1, range(1), length=4), "step -1"),
+        (lambda: draw(OrderConfig(), 1, length=0), "length"),
+        (lambda: draw(OrderConfig(), 1, 4, seed=-1), "seed -1"),
+        (lambda: draw(OrderConfig(), 1, 4, step=-1), "step -1"),
         (
             lambda: parse_order("slot", "--order"),
             "--order slot: order.kind is 'slot'.*'slots'",
@@ -345,5 +334,4 @@ def test_impossible_settings_are_value_errors_that_name_the_setting(make, word):
 def test_orders_are_what_their_option_says(kind):
     for config in (OrderConfig(kind), OrderConfig(kind, block=4, seed=7, share=0.25)):
         same = parse_order(config.option, "--order")
-        rows = orders_at(config, seed=1, step=0, rows=range(8), length=12)
-        assert torch.equal(rows, orders_at(same, 1, 0, range(8), 12))
+        assert torch.equal(draw(config, 8, 12), draw(same, 8, 12))

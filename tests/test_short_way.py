@@ -14,7 +14,7 @@ import sample
 import train
 
 # What one reads to understand a training step.
-MOST_OF_STEP = {"functions": 40, "files": 9}
+MOST_OF_STEP = (40, 9)
 # After the model is loaded, up to the end of the command: words of sample.py MODEL, and
 # how many functions in how many files they may run.
 MOST_OF_SAMPLES = {
@@ -23,12 +23,11 @@ MOST_OF_SAMPLES = {
     "--mode confidence --length 16": (109, 15),
     "--mode l2r --temperature 0.7 --top-p 0.9 --prompt Once --length 16": (109, 14),
 }
-MOST_OF_SCORE = {"functions": 101, "files": 14}
+MOST_OF_SCORE = (101, 14)
 
 
 class Functions:
-    """The functions of the project that this thread calls between `start` and `stop`,
-    or inside a `with` block.
+    """The functions of the project that this thread calls between `start` and `stop`.
 
     calls: {(file, name): number of calls}. Comprehensions and generator expressions
     belong to the function that they stand in; tests do not count."""
@@ -41,13 +40,6 @@ class Functions:
 
     def stop(self):
         sys.setprofile(None)
-
-    def __enter__(self):
-        self.start()
-        return self
-
-    def __exit__(self, *error):
-        self.stop()
 
     def record(self, frame, event, argument):
         code = frame.f_code
@@ -67,6 +59,14 @@ class Functions:
         lines = [f"{len(self.calls)} functions in {len(self.files)} files"]
         lines += [f"{file}  {name}" for file, name in sorted(self.calls)]
         return "\n".join(lines)
+
+
+def check(functions, most, file, name):
+    """Check that these functions are few, and that this one is among them."""
+    print(functions.describe())
+    assert (file, name) in functions.calls
+    assert len(functions.calls) <= most[0], functions.describe()
+    assert len(functions.files) <= most[1], functions.describe()
 
 
 def functions_of_step(config, monkeypatch):
@@ -94,11 +94,7 @@ def test_a_training_step_runs_through_few_functions(name, data, tmp_path, monkey
     """A step without a validation, a checkpoint or a row of metrics. The thread that
     prepares the batches ahead of it is not counted."""
     functions = functions_of_step(small_config(name, data, tmp_path), monkeypatch)
-    print(functions.describe())
-    assert ("aogpt/model.py", "AOGPT.forward") in functions.calls
-    assert ("aogpt/model.py", "MLP.forward") in functions.calls
-    assert len(functions.calls) <= MOST_OF_STEP["functions"], functions.describe()
-    assert len(functions.files) <= MOST_OF_STEP["files"], functions.describe()
+    check(functions, MOST_OF_STEP, "aogpt/model.py", "MLP.forward")
 
 
 def clear_caches():
@@ -137,11 +133,8 @@ MODEL = ROOT / "results" / "books_model"
 @pytest.mark.parametrize("words", MOST_OF_SAMPLES)
 def test_a_sample_runs_through_few_functions(words, monkeypatch):
     functions = functions_of_command(sample, [MODEL, *words.split()], monkeypatch)
-    print(functions.describe())
-    assert ("aogpt/sampling/batch.py", "Batch.take_step") in functions.calls
-    most_functions, most_files = MOST_OF_SAMPLES[words]
-    assert len(functions.calls) <= most_functions, functions.describe()
-    assert len(functions.files) <= most_files, functions.describe()
+    most = MOST_OF_SAMPLES[words]
+    check(functions, most, "aogpt/sampling/batch.py", "Batch.take_step")
 
 
 def test_a_score_runs_through_few_functions(tmp_path, monkeypatch):
@@ -152,7 +145,4 @@ def test_a_score_runs_through_few_functions(tmp_path, monkeypatch):
     )
     words = [MODEL, "--datasets", data, "--max-sequences", 2]
     functions = functions_of_command(eval_ppl, words, monkeypatch)
-    print(functions.describe())
-    assert ("aogpt/model.py", "AOGPT.forward") in functions.calls
-    assert len(functions.calls) <= MOST_OF_SCORE["functions"], functions.describe()
-    assert len(functions.files) <= MOST_OF_SCORE["files"], functions.describe()
+    check(functions, MOST_OF_SCORE, "aogpt/model.py", "AOGPT.forward")
