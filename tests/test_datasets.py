@@ -729,15 +729,10 @@ def test_a_text_set_of_a_hub_is_prepared_by_its_name(tmp_path, printed):
     assert sorted(documents(out, "train") + val) == sorted(tales)
     assert len(val) == 4
     assert load_meta(out)["source"][0]["config"] == "fine"
-    for words, message in (
-        ({"name": "hub"}, "hub needs a repository, OWNER/NAME"),
-        (
-            {"name": "stories", "tokenizer": "alphabet:ABA", "out": tmp_path / "o"},
-            "alphabet:ABA has a character twice",
-        ),
-    ):
-        with pytest.raises(UserError, match=message):
-            prepare_module.prepare(prepare_module.Prepare(**words))
+    with pytest.raises(UserError, match="hub needs a repository, OWNER/NAME"):
+        prepared("hub", out)
+    with pytest.raises(UserError, match="alphabet:ABA has a character twice"):
+        prepared("stories", tmp_path / "o", tokenizer="alphabet:ABA")
 
 
 def test_books_come_from_their_repository_in_their_splits(tmp_path, monkeypatch):
