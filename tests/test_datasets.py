@@ -724,7 +724,8 @@ def test_a_text_set_of_a_hub_is_prepared_by_its_name(tmp_path, printed):
     (folder / "README.md").write_text(f"---\n{files}---\n")
     out = tmp_path / "out"
     options = "--field story --config fine --val-fraction 0.1".split()
-    printed(prepare_module, "hub", folder, *options, *BYTES, out)
+    options += [*BYTES, out]
+    printed(prepare_module, "hub", folder, *options)
     val = documents(out, "val")
     assert sorted(documents(out, "train") + val) == sorted(tales)
     assert len(val) == 4
