@@ -307,6 +307,9 @@ def randomise(model, seed, scale=1.0):
     return model.eval()
 
 
+TOKENS = 11  # of the small models
+
+
 def random_tokens(vocab_size, batch_size, length, seed):
     return torch.randint(vocab_size, (batch_size, length), generator=seeded(seed))
 
@@ -316,6 +319,12 @@ def random_orders(batch_size, length, seed):
     return torch.stack(
         [torch.randperm(length, generator=generator) for _ in range(batch_size)]
     )
+
+
+def random_text(batch_size, length, seed=0, vocab_size=TOKENS):
+    """Return tokens and orders, (B, T) both."""
+    tokens = random_tokens(vocab_size, batch_size, length, seed)
+    return tokens, random_orders(batch_size, length, seed + 1)
 
 
 def order_through(context, target, length):
@@ -667,7 +676,6 @@ def accept(counts, distribution):
 
 # ---- models, plans and samples -------------------------------------------------------
 
-TOKENS = 11
 TINY = {
     "vocab_size": TOKENS + 1,
     "block_size": 9,
@@ -868,27 +876,31 @@ def make_plan(mode, batch_size, length, given=None, seed=0):
     return parse_mode(mode)(Samples(batch_size, length, seeded(seed), given))
 
 
+def plans_of(options, free, given):
+    """Return every (probability, order, group sizes) of a mode whose plans do not
+    depend on the model."""
+    # Speculation has the exact joint of the order, whatever is drafted.
+    size = options.group or 1
+    groups = tuple(min(size, len(free) - i) for i in range(0, len(free), size))
+    if "l2r" in (options.name, options.order):
+        return [(1, (*given, *free), groups)]
+    if options.name == "mdm":
+        return exact_plans(free, given, options.steps, options.schedule)
+    if options.name == "even":
+        groups = even_sizes(len(free), options.steps, options.schedule)
+    return fixed_plans(free, given, groups)
+
+
 def distribution_of(mode, conditional, vocab_size, length, prompt=()):
     """Return the distribution over all sequences that a plan of `make_plan` must give;
     prompt: {position: token}."""
     o = options_of(mode)
     free = [p for p in range(length) if p not in prompt]
     context = tuple(sorted(prompt))
-    # Speculation has the exact joint of the order, whatever is drafted.
-    size = 1 if o.name == "speculative" else o.group or 1
-    groups = tuple(min(size, len(free) - i) for i in range(0, len(free), size))
     if o.name in SCORES:
         expected = paced_distribution(conditional, vocab_size, length, o, context)
     else:
-        if "l2r" in (o.name, o.order):
-            plans = [(1, (*context, *free), groups)]
-        elif o.name == "even":
-            sizes = even_sizes(len(free), o.steps, o.schedule)
-            plans = fixed_plans(free, context, sizes)
-        elif o.name == "mdm":
-            plans = exact_plans(free, context, o.steps, o.schedule)
-        else:
-            plans = fixed_plans(free, context, groups)
+        plans = plans_of(o, free, context)
         expected = plan_distribution(conditional, plans, len(context))
     sequences = all_sequences(vocab_size, length)
     for position, token in dict(prompt).items():

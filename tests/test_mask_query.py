@@ -7,15 +7,7 @@ import math
 import pytest
 import torch
 from helpers import ALONE, change, metrics, tiny_config
-from reference import (
-    TINY,
-    TOKENS,
-    log_probs,
-    make_system,
-    random_orders,
-    random_tokens,
-    tiny_model,
-)
+from reference import TINY, log_probs, make_system, random_text, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
 import eval_ppl
@@ -33,8 +25,7 @@ def parameters(model):
 
 def test_a_training_step_in_bfloat16_is_near_the_exact_one():
     model = make_system("mask_query, rotary", dtype=torch.float32)
-    tokens = random_tokens(TOKENS, batch_size=4, length=LENGTH, seed=0)
-    order = random_orders(batch_size=4, length=LENGTH, seed=0)
+    tokens, order = random_text(4, LENGTH)
     exact = model(tokens, order)
     exact.mean().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -58,8 +49,7 @@ def test_its_parameters_and_its_length():
         set_block_size(model, LENGTH + 1)
     model = make_system("mask_query, rotary")
     set_block_size(model, LENGTH + 3)
-    tokens = random_tokens(TOKENS, batch_size=2, length=LENGTH + 3, seed=0)
-    order = random_orders(batch_size=2, length=LENGTH + 3, seed=1)
+    tokens, order = random_text(2, LENGTH + 3)
     expected = log_probs(model.config, parameters(model), tokens, order)
     assert (token_log_probs(model, tokens, order) - expected).abs().max() < 1e-9
 
@@ -103,8 +93,7 @@ def test_flops_of_its_matrices_are_what_pytorch_counts(settings):
         **settings,
     )
     model = build_model(config).eval()
-    tokens = random_tokens(vocab_size=96, batch_size=2, length=16, seed=0)
-    order = random_orders(batch_size=2, length=16, seed=0)
+    tokens, order = random_text(2, 16, vocab_size=96)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(tokens, order)
     counts = counter.get_flop_counts()["Global"]

@@ -21,6 +21,7 @@ from reference import (
     make_system,
     order_through,
     random_orders,
+    random_text,
     random_tokens,
     seeded,
 )
@@ -89,8 +90,7 @@ def parameters(model):
 def test_a_decoder_computes_its_formulas(variant, length):
     """1e-9 is far above float64 rounding and far below any difference of formula."""
     model = make_variant(variant, seed=length)
-    tokens = random_tokens(TOKENS, 3, length, seed=1)
-    order = random_orders(3, length, seed=2)
+    tokens, order = random_text(3, length, seed=1)
     order[0] = torch.arange(length)
     if model.config.l2r_only:
         order[:] = order[0]
@@ -111,8 +111,7 @@ def test_a_decoder_computes_its_formulas(variant, length):
 )
 def test_the_gradient_of_every_parameter_is_that_of_the_formulas(variant):
     model = make_variant(variant, 3)
-    tokens = random_tokens(TOKENS, batch_size=3, length=7, seed=4)
-    order = random_orders(batch_size=3, length=7, seed=5)
+    tokens, order = random_text(3, 7, seed=4)
     weights = torch.randn(3, 7, dtype=torch.float64, generator=seeded(6))
     names, values = zip(*parameters(model).items(), strict=True)
     expected = log_probs(model.config, parameters(model), tokens, order)
@@ -130,8 +129,7 @@ def test_dropout_acts_in_training_only(system):
     """At a rate near 0, at which attention takes the path with dropout, it changes
     nothing."""
     model = make_system(system, dropout=0.5)
-    tokens = random_tokens(TOKENS, batch_size=2, length=9, seed=0)
-    order = random_orders(batch_size=2, length=9, seed=0)
+    tokens, order = random_text(2, 9)
     exact = token_log_probs(make_system(system), tokens, order)
     assert torch.equal(token_log_probs(model, tokens, order), exact)
     assert not torch.allclose(model.train()(tokens, order), -exact, atol=1e-2)
@@ -272,8 +270,7 @@ def test_flops_per_token_is_what_pytorch_counts(length, target):
         vocab_size=96, block_size=64, n_layer=3, n_head=4, n_embd=32, target=target
     )
     model = build_model(config).eval()
-    tokens = random_tokens(vocab_size=96, batch_size=2, length=length, seed=0)
-    order = random_orders(batch_size=2, length=length, seed=0)
+    tokens, order = random_text(2, length, vocab_size=96)
     with (
         torch.no_grad(),
         sdpa_kernel(SDPBackend.MATH),
@@ -376,13 +373,11 @@ def test_a_model_without_tables_takes_other_lengths_and_agrees_on_short_ones():
     with pytest.raises(ValueError, match=message):
         set_block_size(make_variant("AO-GPT, rotary"), LENGTH + 1)
     model = make_system("target rotary", 4)
-    tokens = random_tokens(TOKENS, 3, LENGTH, seed=1)
-    order = random_orders(3, LENGTH, seed=2)
+    tokens, order = random_text(3, LENGTH, seed=1)
     expected = token_log_probs(model, tokens, order)
     set_block_size(model, 2 * LENGTH)
     assert (token_log_probs(model, tokens, order) - expected).abs().max() < 1e-12
-    longer = random_tokens(TOKENS, batch_size=2, length=2 * LENGTH, seed=3)
-    order = random_orders(2, 2 * LENGTH, seed=4)
+    longer, order = random_text(2, 2 * LENGTH, seed=3)
     reference = log_probs(model.config, parameters(model), longer, order)
     assert (token_log_probs(model, longer, order) - reference).abs().max() < 1e-9
 

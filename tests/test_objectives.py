@@ -10,7 +10,7 @@ from reference import (
     enumerable_system,
     mask_sets,
     mdm_weight,
-    random_orders,
+    random_text,
     random_tokens,
 )
 
@@ -62,8 +62,7 @@ def test_any_order_loss_is_the_mean_over_steps_and_differentiable_through_any_wr
     """A distributed or compiled wrapper forwards, and has no other method of the
     model."""
     model = enumerable_system("AO-GPT", 0)[0]
-    tokens = random_tokens(V, batch_size=5, length=N, seed=0)
-    order = random_orders(batch_size=5, length=N, seed=1)
+    tokens, order = random_text(5, N, vocab_size=V)
     loss = ao_ar_loss(lambda *arguments: model(*arguments), tokens, order)
     assert loss.shape == ()
     mean_log_prob = token_log_probs(model, tokens, order).mean()

@@ -25,7 +25,7 @@ from reference import (
     log_probs,
     make_system,
     order_through,
-    random_orders,
+    random_text,
     random_tokens,
     randomise,
     seeded,
@@ -100,8 +100,7 @@ def some_masked(batch_size, length, seed):
 def test_decoders_of_groups_compute_their_formulas(group, system, settings):
     """1e-9 is far above float64 rounding and far below any difference of formula."""
     model = make_system(system, seed=group, **settings)
-    tokens = random_tokens(TOKENS, batch_size=3, length=LENGTH, seed=1)
-    order = random_orders(batch_size=3, length=LENGTH, seed=2)
+    tokens, order = random_text(3, LENGTH, seed=1)
     starts = group_starts(order, group)
     expected = log_probs(model.config, parameters(model), tokens, order, group)
     assert (model(tokens, order, starts) + expected).abs().max() < 1e-9
@@ -494,8 +493,7 @@ def test_draws_of_the_score_entropy_bound_have_its_integral_as_their_mean(seed=0
 def test_without_group_attention_a_group_is_predicted_from_the_tokens_before_it():
     """As by a step that knows this number of tokens, which the next test has."""
     model = make_system(ONE_BY_ONE, 3)
-    tokens = random_tokens(TOKENS, batch_size=3, length=LENGTH, seed=0)
-    order = random_orders(batch_size=3, length=LENGTH, seed=1)
+    tokens, order = random_text(3, LENGTH)
     starts = group_starts(order, 4)
     got = token_log_probs(model, tokens, order, starts)
     expected = token_log_probs(model, tokens, order, known=starts)
@@ -512,8 +510,7 @@ def test_without_group_attention_a_group_is_predicted_from_the_tokens_before_it(
 def test_each_step_is_predicted_from_its_own_number_of_known_tokens(system):
     """Against that step alone, moved to where its context ends: 1e-9, float64."""
     model = make_system(system, 3)
-    tokens = random_tokens(TOKENS, batch_size=3, length=LENGTH, seed=0)
-    order = random_orders(batch_size=3, length=LENGTH, seed=1)
+    tokens, order = random_text(3, LENGTH)
     generator = torch.Generator().manual_seed(2)
     sizes = torch.randint(0, LENGTH, order.shape, generator=generator)
     got = token_log_probs(model, tokens, order, known=sizes)
