@@ -5,7 +5,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import random
 import shutil
 from pathlib import Path
@@ -215,21 +214,6 @@ def test_chosen_blocks_are_spread_over_all_of_them(count, total):
     assert count < total or chosen.tolist() == list(range(total))
 
 
-@pytest.mark.parametrize("change", ["cut", "overwritten", "gone"])
-def test_a_token_file_that_has_changed_is_read_no_more(tmp_path, change):
-    dataset = TokenDataset(write_dataset(tmp_path, np.arange(64)), "train", 4)
-    assert dataset.blocks([15]).tolist() == [[60, 61, 62, 63]]
-    path = tmp_path / "train.bin"
-    if change == "cut":
-        os.truncate(path, 0)
-    elif change == "overwritten":
-        os.utime(path, ns=(0, 0))
-    else:
-        path.unlink()
-    with pytest.raises((UserError, OSError), match="train.bin"):
-        dataset.blocks([15])
-
-
 @given(
     seed=st.integers(0, 2**64 - 1),
     global_batch=st.integers(1, 60),
@@ -414,9 +398,6 @@ def test_a_vocabulary_is_known_by_its_sha256(tmp_path):
         {"tokenizer": "b", "tokenizer_sha256": None},
     ):
         assert other_tokenizer(recorded, record)
-    missing = tmp_path / "none.tiktoken"
-    with pytest.raises(FileNotFoundError, match="No such file .*none.tiktoken"):
-        get_tokenizer(str(missing))
 
 
 def test_a_vocabulary_of_ones_own_goes_from_the_data_to_the_run_and_its_export(
@@ -442,12 +423,6 @@ def test_a_vocabulary_of_ones_own_goes_from_the_data_to_the_run_and_its_export(
         assert loaded.get_tokenizer().sha256 == meta["tokenizer_sha256"]
         assert loaded.get_tokenizer().encode("the cat") == [256, 257]
         assert open_eval_set(open_split(data, None), loaded).mean_bytes(0) > 1.2
-
-    (tmp_path / "export" / "tokenizer.tiktoken").unlink()
-    with pytest.raises(
-        FileNotFoundError, match="No such file .*export/tokenizer.tiktoken"
-    ):
-        loaded.get_tokenizer()
 
     lines = (data / "tokenizer.tiktoken").read_text().splitlines()
     lines[256:] = [lines[256].replace("256", "257"), lines[257].replace("257", "256")]

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,7 +22,6 @@ from helpers import (
     write_jsonl,
     write_rows,
 )
-from reference import logits_given, order_through
 
 import aogpt
 import eval_ppl
@@ -29,12 +29,19 @@ import train
 from aogpt.checkpoints import load_model, store
 from aogpt.data.loader import TokenDataset, read_tokens, spread
 from aogpt.evaluation import likelihood
-from aogpt.evaluation.likelihood import BatchRunner, Task, token_score_entropy
+from aogpt.evaluation.likelihood import (
+    BatchRunner,
+    Task,
+    decoding_nll,
+    token_nll,
+    token_score_entropy,
+)
 from aogpt.evaluation.report import monte_carlo
 from aogpt.objectives import ObjectiveConfig
 from aogpt.orders import OrderConfig, orders_at
 from aogpt.runtime.randomness import SCORED_ORDERS
-from aogpt.scoring import masked_log_probs, token_log_probs
+from aogpt.sampling.plans import score_plan
+from aogpt.scoring import token_log_probs
 
 
 @pytest.fixture
@@ -225,38 +232,24 @@ def test_prompts_are_context_and_not_scored(evaluate, script, run, tmp_path):
     assert "order.block 13 exceeds the blocks of short, 12 tokens" in err
 
 
-@torch.no_grad()
 def test_a_text_is_scored_in_the_order_that_the_model_would_decode_it_in(
     evaluate, run, data
 ):
-    """Against a loop without a cache: all that is left, the most certain first;
-    float32."""
-    paced = ["confidence:threshold=1.0", "entropy:group=2,block=8"]
-    report = by_name(evaluate("--max-sequences 3 --orders confidence margin", *paced))
+    """test_decode.py has the probabilities of texts in these orders, by enumeration."""
+    plans = {
+        "confidence": partial(score_plan, by="confidence"),
+        "margin": partial(score_plan, by="margin"),
+        "entropy:group=2,block=8": partial(score_plan, by="entropy", group=2, block=8),
+    }
+    orders = " ".join(plans)
+    report = by_name(evaluate(f"--max-sequences 3 --orders {orders}"))
     model = load_model(run)
-    total = {"confidence": 0.0, "margin": 0.0}
-    for tokens in blocks_of(data, 3):
-        for rule in total:
-            context: list[int] = []
-            while len(context) < LENGTH:
-                probs = {}
-                scores = {}
-                for p in range(LENGTH):
-                    if p not in context:
-                        probs[p] = logits_given(model, tokens, context, p).softmax(-1)
-                        first, second = probs[p].topk(2).values.tolist()
-                        scores[p] = first - second if rule == "margin" else first
-                chosen = max(scores, key=scores.get)
-                total[rule] -= math.log(probs[chosen][tokens[chosen]])
-                context.append(chosen)
-    for rule, nll in total.items():
-        result = report[rule, 1]
-        assert result["nll"] == pytest.approx(nll / (3 * LENGTH), rel=1e-5)
-        assert result["draws"] == 1
-        assert result["monte_carlo_error"] == 0
-    one, *paced_nlls = (report[name, 1]["nll"] for name in ("confidence", *paced))
-    assert paced_nlls[0] == pytest.approx(one, rel=1e-6)
-    assert paced_nlls[1] != one
+    tokens = blocks_of(data, 3)
+    for name, plan in plans.items():
+        nll = decoding_nll(model, tokens, plan).values.mean().item()
+        result = report[name, 1]
+        assert result["nll"] == pytest.approx(nll, rel=1e-5)
+        assert (result["draws"], result["monte_carlo_error"]) == (1, 0)
 
 
 def test_end_of_text_is_one_token_of_no_bytes(evaluate, run, tmp_path):
@@ -279,41 +272,26 @@ def test_end_of_text_is_one_token_of_no_bytes(evaluate, run, tmp_path):
 
 @pytest.mark.parametrize("kind, size", [("run", 3), ("encoder", 3), ("encoder", 1)])
 def test_orders_are_scored_in_groups(evaluate, run, encoder, data, kind, size):
-    """As decoding in such groups predicts: from the groups before, all its targets at
-    once."""
+    """test_prompts.py has the loss of each token, given the groups before its own."""
     path = run if kind == "run" else encoder
     options = f"--orders l2r random --group {size} --max-sequences 4 --num-orders 1"
     report = evaluate(options, path=path)
-    results = by_name(report)
     model = load_model(path)
-    rows = range(4)
-    tokens = blocks_of(data, len(rows))
+    tokens = blocks_of(data, 4)
     # else an ELBO
     for name in ("l2r", "random")[: 1 if (kind, size) == ("encoder", 1) else 2]:
-        order = orders_at(
+        nll = token_nll(
+            model,
+            tokens,
             OrderConfig(name),
             seed=0,
-            step=0,
-            rows=rows,
-            length=LENGTH,
-            stream=SCORED_ORDERS,
+            draw=0,
+            rows=range(4),
+            total=4,
+            group=size,
         )
-        nll = 0.0
-        step_of = order.argsort(dim=1)
-        for start in range(0, LENGTH, size):
-            now = (step_of >= start) & (step_of < start + size)
-            if kind == "encoder":
-                log_probs = masked_log_probs(model, tokens, step_of >= start)
-                nll -= float(log_probs[now].double().sum())
-                continue
-            # alone, after the groups before it
-            for b, position in now.nonzero().tolist():
-                context = order[b, :start].tolist()
-                single = torch.tensor([order_through(context, position, LENGTH)])
-                nll -= float(
-                    token_log_probs(model, tokens[b : b + 1], single)[0, start]
-                )
-        assert results[name, 1]["nll"] == pytest.approx(nll / (4 * LENGTH), rel=1e-5)
+        result = by_name(report)[name, 1]
+        assert result["nll"] == pytest.approx(nll.values.mean().item(), rel=1e-5)
     assert (f"groups of {size}" in report["terminal"]) == (size > 1)
 
 

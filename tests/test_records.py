@@ -9,11 +9,12 @@ import pytest
 import torch
 from helpers import (
     change,
+    documents,
     encoder_config,
     metrics,
+    of_system,
     prepared,
     read_lines,
-    run_main,
     tiny_config,
     write_config,
     write_rows,
@@ -260,11 +261,14 @@ def run(tmp_path_factory):
     return config
 
 
-def test_samples_in_random_order_end_once_each(run, tmp_path, monkeypatch, capsys):
+def test_samples_in_random_order_end_once_each(run, tmp_path, printed, mistake):
     file = tmp_path / "s.jsonl"
-    options = ["--mode", "random", "--num-samples", 400, "--jsonl", file]
-    run_main(sample, monkeypatch, capsys, run.run_folder, *options)
-    rows = read_lines(file)
+
+    def draw(*options):
+        printed(sample, run.run_folder, "--overwrite", "--jsonl", file, *options)
+        return read_lines(file)
+
+    rows = draw("--mode", "random", "--num-samples", 400)
     assert len(rows) == 400
     end = load(run.run_folder).record_end
     histogram = load_meta(run.data.folder)["splits"]["train"]["lengths"]
@@ -279,11 +283,6 @@ def test_samples_in_random_order_end_once_each(run, tmp_path, monkeypatch, capsy
     assert chi_square_p(counts, torch.tensor(expected).double()) > LEVEL
     words = sum(row["text"] in WORDS for row in rows)
     assert words > 200  # it has learned something
-
-    def draw(*options):
-        options = ["--overwrite", "--jsonl", file, *options]
-        run_main(sample, monkeypatch, capsys, run.run_folder, *options)
-        return read_lines(file)
 
     for row in draw("--prompt", "bc", "--mode", "confidence", "--num-samples", 20):
         assert row["text"].startswith("bc")
@@ -300,8 +299,7 @@ def test_samples_in_random_order_end_once_each(run, tmp_path, monkeypatch, capsy
         (["--prompt", "[MASK:16]"], "exceed"),
         (["--prompts", run.data.folder, "--length", 4], "leave out the length"),
     ):
-        with pytest.raises(UserError, match=words):
-            draw(*options)
+        assert words in mistake(sample, run.run_folder, *options)
 
 
 def test_an_export_knows_the_end_of_records(run, tmp_path):
@@ -316,60 +314,46 @@ def test_an_export_knows_the_end_of_records(run, tmp_path):
     ]
 
 
-def test_validation_and_perplexity_are_of_the_same_tokens(
-    run, tmp_path, monkeypatch, capsys
-):
+def test_validation_and_perplexity_are_of_the_same_tokens(run, tmp_path, printed):
     """Left to right both are exact: the mean over the tokens before the ends."""
     file = tmp_path / "p.json"
-    options = ["--datasets", run.data.folder, "--json", file]
-    run_main(eval_ppl, monkeypatch, capsys, run.run_folder, *options)
-    results = json.loads(file.read_text())["results"]
-    (row,) = [row for row in results if row["orders"] == "l2r"]
+    options = ["--datasets", run.data.folder, "--orders", "l2r", "--json", file]
+    printed(eval_ppl, run.run_folder, *options)
+    (row,) = json.loads(file.read_text())["results"]
     model = aogpt.load(run.run_folder)
-    dataset = TokenDataset(run.data.folder, "val", 16)
-    dataset.give_end()
-    rows = range(dataset.num_blocks)
-    lengths = ((dataset.roles(rows) == PREDICTED).sum(1)).tolist()
-    texts = []
-    for tokens, length in zip(dataset.blocks(rows).tolist(), lengths, strict=True):
-        texts.append("".join("abc"[token] for token in tokens[:length]))
+    # Padding is of ends.
+    texts = [text for text in documents(run.data.folder, "val") if text]
     nats = sum(one.nats for one in model.score(texts))
-    assert row["nll"] == pytest.approx(nats / sum(lengths), rel=1e-4)
+    assert row["nll"] == pytest.approx(nats / sum(map(len, texts)), rel=1e-4)
     whole = sum(one.nats for one in model.score(texts, end=True))
     assert row["nats_per_record"] == pytest.approx(whole / len(texts), rel=1e-4)
     final = metrics(run, "val_loss_l2r")[120]
     assert final == pytest.approx(row["nll"], rel=1e-4)
 
 
-def test_a_set_to_score_takes_the_lengths_of_the_model(
-    run, tmp_path, monkeypatch, capsys
-):
+def test_a_set_to_score_takes_the_lengths_of_the_model(run, tmp_path, printed):
     """It has no training records of its own."""
     rows = [{"text": WORDS[n % 7]} for n in range(21)]
     data = data_of(tmp_path, "other", rows, split="test")
     file = tmp_path / "p.json"
     options = ["--datasets", data, "--orders", "l2r", "--json", file]
-    run_main(eval_ppl, monkeypatch, capsys, run.run_folder, *options)
+    printed(eval_ppl, run.run_folder, *options)
     (row,) = json.loads(file.read_text())["results"]
     whole = aogpt.load(run.run_folder).score(WORDS, end=True)
     mean = sum(one.nats for one in whole) / len(WORDS)
     assert row["nats_per_record"] == pytest.approx(mean, rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["encoder", "two_stream"])
-def test_other_systems_train_and_sample(kind, tmp_path, monkeypatch, capsys):
-    config = config_of(data_of(tmp_path), tmp_path, steps=6)
-    if kind == "encoder":
-        config = encoder_config(config)
-    else:
-        config = change(config, model__target=kind)
-    run_main(train, monkeypatch, capsys, write_config(config))
+@pytest.mark.parametrize("system", ["encoder", "two streams"])
+def test_other_systems_train_and_sample(system, tmp_path, printed):
+    config = of_system(config_of(data_of(tmp_path), tmp_path, steps=6), system)
+    printed(train, write_config(config))
     assert metrics(config, "val_loss_random")[6] < 10
     words = ["--mode", "confidence", "--num-samples", 5]
-    run_main(sample, monkeypatch, capsys, config.run_folder, *words)
+    printed(sample, config.run_folder, *words)
 
 
-def test_what_does_not_fit_is_one_line(run, tmp_path, monkeypatch, capsys):
+def test_what_does_not_fit_is_one_line(run, tmp_path, mistake):
     data = data_of(tmp_path)
     with pytest.raises(UserError, match="for any-order models: a plain GPT"):
         config_of(data, tmp_path, model__target="none")
@@ -377,14 +361,11 @@ def test_what_does_not_fit_is_one_line(run, tmp_path, monkeypatch, capsys):
     source = write_rows(tmp_path / "text.jsonl", rows)
     text = prepared("text", tmp_path / "text", source, tokenizer="alphabet:abc")
     config = config_of(text, tmp_path, "text")
-    with pytest.raises(UserError, match="has no lengths of records that end"):
-        run_main(train, monkeypatch, capsys, write_config(config))
+    message = "has no lengths of records that end"
+    assert message in mistake(train, write_config(config))
     changed = change(run, data__end="predicted", train__steps=130)
-    with pytest.raises(UserError, match=r"data.end = 'given', but now"):
-        run_main(train, monkeypatch, capsys, write_config(changed))
-    write_config(run)
-    with pytest.raises(UserError, match="has no lengths of records that end"):
-        run_main(eval_ppl, monkeypatch, capsys, run.run_folder, "--datasets", text)
+    assert "data.end = 'given', but now" in mistake(train, write_config(changed))
+    assert message in mistake(eval_ppl, run.run_folder, "--datasets", text)
     dataset = TokenDataset(data, "val", 16)
     dataset._blocks = dataset._blocks.copy()
     dataset._blocks[1, 0] = 3

@@ -148,9 +148,7 @@ def test_what_a_tokenizer_writes_around_a_text_begins_and_ends_it(
     path = saved(around(of_bytes(), template), tmp_path)
     tokenizer = get_tokenizer(str(path))
     assert (tokenizer.starts, tokenizer.eot) == (starts, end)
-    assert tokenizer.encode("ab") == [ord("a") - 33, ord("b") - 33] or (
-        tokenizer.decode(tokenizer.encode("ab")) == "ab"
-    )
+    assert tokenizer.decode(tokenizer.encode("ab")) == "ab"
 
 
 @pytest.mark.parametrize(
@@ -212,8 +210,6 @@ def test_the_user_names_the_end_and_prepare_prints_both(tmp_path, capsys):
     assert "nothing to do" in capsys.readouterr().out
     with pytest.raises(UserError, match="--end-token <eos>: name a token of"):
         prepare(tmp_path / "q", source, end_token="<eos>")
-    with pytest.raises(UserError, match="text takes no --end-token"):
-        prepared("text", tmp_path / "q", source, end_token="x")
 
 
 @pytest.fixture
