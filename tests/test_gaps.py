@@ -40,7 +40,15 @@ def books():
 def small(system):
     """Return a TextModel of a random model over bytes."""
     model = make_system(system, 3, tokens=257, block_size=32, dtype=torch.float32)
-    return aogpt.TextModel(Loaded(model.eval(), "x", 0, "raw", "bytes", 257))
+    return aogpt.TextModel(Loaded(model, "x", 0, "raw", "bytes", 257))
+
+
+def of_letters(system, letters):
+    """Return a TextModel of a random float64 model whose vocabulary is larger than its
+    alphabet and the end."""
+    model = make_system(system, 3, tokens=6, block_size=8)
+    tokenizer = f"alphabet:{letters}"
+    return aogpt.TextModel(Loaded(model, "x", 0, "raw", tokenizer, len(letters) + 1))
 
 
 def test_masks_are_read_and_their_length_is_compared_before_they_are_made():
@@ -235,8 +243,7 @@ def test_every_command_answers(monkeypatch, capsys, words, answer):
 @pytest.mark.parametrize("system", [*SYSTEMS_OF_ANY_ORDER, "mask_query, rotary"])
 def test_pairs_are_the_joint_of_two_places(system):
     """All of an alphabet of four: they sum to 1, and each is that of `score`."""
-    model = make_system(system, 3, tokens=6, block_size=8, dtype=torch.float64)
-    text = aogpt.TextModel(Loaded(model.eval(), "x", 0, "raw", "alphabet:abc", 4))
+    text = of_letters(system, "abc")
     tables = []  # {(token at 1, token at 3): probability}, of both ways
     for places in ((1, 3), (3, 1)):
         (pairs,) = text.pairs(["abcab"], *places)
@@ -294,8 +301,7 @@ def test_the_example_of_minimal_pairs(books, monkeypatch, capsys, tmp_path):
 
 def test_the_example_of_substitutions(monkeypatch, capsys):
     """A single score is the difference of two joints; so is a double one."""
-    model = make_system("AO-GPT", 3, tokens=6, block_size=8, dtype=torch.float64)
-    text = aogpt.TextModel(Loaded(model.eval(), "x", 0, "raw", "alphabet:abcd", 5))
+    text = of_letters("AO-GPT", "abcd")
     monkeypatch.setattr(aogpt, "load", lambda path: text)
     with pytest.raises(aogpt.UserError, match=r"no token for \['e'\]"):
         example("substitutions").main("MODEL", "abcab", "abcde")

@@ -213,18 +213,16 @@ def test_a_nan_of_one_of_two_models_is_their_difference(
 
 @pytest.mark.parametrize("place", range(3))
 def test_a_nan_is_no_score_rank_or_blank(run, place):
-    def text_model():
-        return TextModel(loaded_with(run, place))
-
-    with pytest.raises(UserError, match="not finite"):
-        text_model().score(["the cat"])
-    with pytest.raises(UserError, match="not finite"):
-        text_model().rank(["[a|the] cat"])
-    with pytest.raises(UserError, match="not finite"):
-        text_model().blanks(["[MASK:3]"])
-    for mode in ("l2r", "confidence", "speculative"):
+    for estimate in (
+        lambda model: model.score(["the cat"]),
+        lambda model: model.rank(["[a|the] cat"]),
+        lambda model: model.blanks(["[MASK:3]"]),
+        lambda model: model.fill(["[MASK:3] cat"], mode="l2r"),
+        lambda model: model.fill(["[MASK:3] cat"], mode="confidence"),
+        lambda model: model.fill(["[MASK:3] cat"], mode="speculative"),
+    ):
         with pytest.raises(UserError, match="not finite"):
-            text_model().fill(["[MASK:3] cat"], mode=mode)
+            estimate(TextModel(loaded_with(run, place)))
 
 
 @pytest.mark.parametrize("orders", [1, 2])
