@@ -276,7 +276,7 @@ def read_prompts(a: Arguments) -> list[Request]:
             "prepared data"
         )
     requests = []
-    for place, line in read_lines(a.prompts, "--prompts"):
+    for place, line in read_lines(a.prompts):
         prompt = Prompt(line)
         if a.prompts.suffix == ".jsonl":
             prompt = from_json(line, Prompt, place)

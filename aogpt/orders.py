@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .model import inverse_permutation
 from .runtime.errors import UserError
+from .runtime.files import open_regular
 from .runtime.randomness import ORDERS, philox_bits, to_uniform
 from .runtime.validation import Count, Probability, Seed, check_values
 
@@ -252,27 +253,24 @@ def _fixed_blockwise(config: OrderConfig, length: int) -> Tensor:
 def read_orders(file: str, length: int) -> np.ndarray:
     """Return the orders in a .npy file, int64 (M, length). Of longer orders it takes
     the positions below `length`."""
-    if Path(file).exists() and not Path(file).is_file():  # a FIFO would wait for ever
-        raise UserError(f"order.file {file} is not a regular file")
     try:
-        orders = np.load(file, allow_pickle=False)
+        with open_regular(Path(file)) as stream:
+            orders = np.load(stream, allow_pickle=False)
     except Exception as error:  # NumPy reads the header as Python's own parser does
         raise UserError(
             f"order.file {file} cannot be read as a .npy file: {error}"
         ) from None
-    of_integers = isinstance(orders, np.ndarray) and orders.dtype.kind in "iu"
-    if not of_integers or orders.ndim != 2 or not len(orders):
+    is_table = isinstance(orders, np.ndarray) and orders.dtype.kind in "iu"
+    is_table = is_table and orders.ndim == 2 and orders.size > 0
+    if not is_table or not (np.sort(orders) == np.arange(orders.shape[1])).all():
         raise UserError(
-            f"order.file {file} does not hold integers (M, T), an order a row"
+            f"order.file {file} does not hold integers (M, T), of which each row is a "
+            "permutation of 0..T-1"
         )
     count, longest = orders.shape
     if longest < length:
         raise UserError(
             f"order.file {file} holds orders of {longest}, not {length} positions"
-        )
-    if not (np.sort(orders, axis=1) == np.arange(longest)).all():
-        raise UserError(
-            f"order.file {file} has a row that is not a permutation of 0..{longest - 1}"
         )
     return orders[orders < length].reshape(count, length).astype(np.int64)
 

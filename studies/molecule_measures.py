@@ -189,7 +189,7 @@ def sampled(run: Path, mode: str, count: int, is_gpt: bool) -> list[dict]:
         if is_gpt:
             words.append("--until-end")
         run_well("sample.py", str(run), *words, "--jsonl", str(file))
-        return [json_object(text, place) for place, text in read_lines(file, "samples")]
+        return [json_object(text, place) for place, text in read_lines(file)]
 
 
 def measure_samples(

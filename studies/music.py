@@ -47,7 +47,7 @@ def main() -> None:
     if not (a.midi or a.svg):
         raise UserError("give --midi FILE, --svg FILE or both")
     samples = []
-    for place, line in read_lines(a.samples, "FILE.jsonl"):
+    for place, line in read_lines(a.samples):
         sample = json_object(line, place)
         samples.append(pitches_of(sample["tokens"]))
     files = {"--midi": a.midi, "--svg": a.svg}

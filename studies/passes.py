@@ -54,7 +54,7 @@ def measured(a: Arguments, mode: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "samples.jsonl"
         run_well(*command, "--jsonl", str(file))
-        for place, line in read_lines(file, "samples"):
+        for place, line in read_lines(file):
             sample = json_object(line, place)
             values.append(len(sample["tokens"]) / sample["nfe"])
     mean, error = mean_and_error(values)

@@ -28,7 +28,7 @@ def rows_by(key: str, file: Path) -> dict[str, dict]:
     there is no file."""
     rows = {}
     if file.exists():
-        for place, text in read_lines(file, "results"):
+        for place, text in read_lines(file):
             row = json_object(text, place)
             rows[row[key]] = row
     return rows

@@ -171,7 +171,7 @@ def measured(name: str, mode: str, samples: int, length: int) -> dict:
         run_well(*command.split(), "--jsonl", str(file))
         report = report_of("eval_gen.py", str(file), "--judge", MODEL)
         tokens = []
-        for place, line in read_lines(file, "samples"):
+        for place, line in read_lines(file):
             tokens.append(json_object(line, place)["tokens"])
     row.update(report["rows"][0])
     row.update(divergences(tokens, REFERENCE))

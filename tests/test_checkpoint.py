@@ -184,7 +184,10 @@ DAMAGES = {
         lambda p: shutil.copy(p.with_name("step_00000001") / WEIGHTS, p),
         f"{WEIGHTS} is missing, not a part of it, or has another checksum",
     ),
-    "no state": (lambda p: (p / STATE).unlink(), "lacks state.json"),
+    "no state": (
+        lambda p: (p / STATE).unlink(),
+        "no such file .*state.json|state.json: there is no such",
+    ),
     "other state": (lambda p: (p / STATE).write_text("[1]"), STATE),
     "nested": (lambda p: (p / STATE).write_text("[" * 10**5), STATE),
     "a newer format": (
@@ -264,7 +267,7 @@ FOREIGN = {  # writes a file -> what the message says
         lambda path: torch.save({"iter_num": 3, "net": {}}, path),
         "iter_num",
     ),
-    "list": (lambda path: torch.save([1, 2], path), "holds a list"),
+    "list": (lambda path: torch.save([1, 2], path), "its object is \\[1, 2\\]"),
     "safetensors": (lambda path: save_file({"net.w": torch.zeros(1)}, path), "net.w"),
     "text": (lambda path: path.write_text("just some text\n" * 50), "cannot be read"),
     "empty": (lambda path: path.touch(), "cannot be read"),

@@ -268,12 +268,12 @@ def test_orders_of_a_file_are_all_as_frequent(tmp_path):
     "content, says",
     [
         (None, "cannot be read"),
-        ("pipe", "not a regular file"),  # a read of one would wait for ever
+        ("pipe", "not a regular one"),  # a read of one would wait for ever
         (b"no numpy", "cannot be read"),
         (np.array([[{}]]), "cannot be read"),  # a pickle, which could run code
         (np.zeros((2, 3)), "does not hold integers"),
         (np.array([[0, 1]]), "orders of 2, not 3 positions"),
-        (np.array([[0, 1, 2], [0, 1, 1]]), "not a permutation of 0..2"),
+        (np.array([[0, 1, 2], [0, 1, 1]]), "does not hold integers .* permutation"),
     ],
 )
 def test_files_without_orders_are_refused(tmp_path, content, says):

@@ -262,7 +262,7 @@ K_PROJ = "model.layers.0.self_attn.k_proj.weight"
         # as many rows in all as queries, keys and values have together
         (
             {Q_PROJ: torch.zeros(12, 24), K_PROJ: torch.ones(24, 24)},
-            "q_proj.weight has 12 rows, not 24",
+            r"q_proj.weight is \(12, 24\)",
         ),
     ],
 )

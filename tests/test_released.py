@@ -367,7 +367,9 @@ def test_a_folder_with_an_unrelated_config_is_an_error(tmp_path):
     refused(folder, "holds no", "model.safetensors or pytorch_model.bin", *LAYOUT_NAMES)
     state = diffusion("RADD")[1]
     folder = write_folder(tmp_path / "other", {"tokens": TOKENS}, state)
-    refused(folder, "named as in RADD", "config.json", "it lacks n_blocks")
+    refused(
+        folder, "named as in RADD", "n_blocks in model_args, or in config.json beside"
+    )
     (folder / "config.json").write_text("{not json")
     refused(folder, "config.json: this is not JSON")
 

@@ -391,7 +391,7 @@ def words(text):
         ("--seed | 9999999999999999999999", "seed"),
         ("--modes | l2r", "--modes | --mode"),
         ("--prompt | a | --prompts | b.txt", "one of --prompt and --prompts"),
-        ("--prompts | nowhere.txt", "--prompts nowhere.txt: there is no such file"),
+        ("--prompts | nowhere.txt", "nowhere.txt: there is no such file"),
         ("--prompts | README.md", "--prompts README.md | .txt | .jsonl"),
         ("--prompt | a [MASK:]", "'[MASK:]' is not a mask | [MASK:n]"),
         ("--prompt | [MASK:1] [MASK:0]", "'[MASK:0]' is not a mask | at least 1"),

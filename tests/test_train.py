@@ -783,7 +783,7 @@ def test_a_best_checkpoint_that_is_gone_makes_way_for_the_next_validation(
     shutil.rmtree(store.path_of(config.run_folder, 2))
     status, _, err = script(sample, config.run_folder, "--checkpoint", "best")
     assert status == 2
-    assert "step_00000002 lacks state.json" in err
+    assert "step_00000002/state.json: there is no such file" in err
     status, out, _ = script(train, path, "--train.steps", 10)
     assert status == 0
     assert "(step 2, loss 1.0000) is gone: it will be chosen again" in out

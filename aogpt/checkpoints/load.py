@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..data.record_end import RecordEnd
@@ -37,7 +38,7 @@ from ..runtime.validation import (
 from ..systems import build_on_meta, set_block_size
 from . import pretrained, released, store
 from .store import CheckpointError
-from .tensors import INDEX, SUPPORTED, LazyTensors, read_weights, renamed
+from .tensors import INDEX, SUPPORTED, LazyTensors, described, read_weights, renamed
 
 Weights = Literal["ema", "raw"]  # averaged or last
 EXPORT_FORMAT = "aogpt-export-2"
@@ -133,7 +134,7 @@ def load(
             pretrained.check_length(loaded.window, block_size)
     except CheckpointError:
         raise
-    except UserError as error:
+    except (UserError, SafetensorError) as error:
         raise CheckpointError(f"{file} cannot be used: {error}; {SUPPORTED}") from error
     limit = model.config.mask_token or model.config.vocab_size
     count = loaded.vocab_size
@@ -213,30 +214,28 @@ def download(repo: str, weights: tuple[str, ...]) -> Path:
     settings and the first of the `weights` files that it has."""
     is_file = repo.endswith((".pt", ".bin", ".safetensors"))
     is_file = is_file or Path(repo).parent.is_dir()
-    if is_file or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo):
-        raise CheckpointError(
-            f"there is no {repo}; give a run folder (out/NAME) or a checkpoint, "
-            "weights, or a Hugging Face repo id"
-        )
-    try:
-        import huggingface_hub
+    reason = "its name is no repo id"
+    if not is_file and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo):
+        try:
+            import huggingface_hub
 
-        for name in weights or ("config.json",):
-            patterns = [*SETTINGS_FILES, name]
-            if name == INDEX:
-                patterns.append("model-*-of-*.safetensors")
-            local = Path(
-                huggingface_hub.snapshot_download(repo, allow_patterns=patterns)
-            )
-            if any(local.glob(name)):
-                break
-    except Exception as error:  # not installed, no network, no such repo, no access
-        raise CheckpointError(
-            f"there is no {repo} here or on Hugging Face; check the name, or without a "
-            "network give a local folder of it (HF_HUB_OFFLINE=1 takes one that was "
-            f"downloaded before): {reason_of(error)}"
-        ) from error
-    return local
+            for name in weights or ("config.json",):
+                patterns = [*SETTINGS_FILES, name]
+                if name == INDEX:
+                    patterns.append("model-*-of-*.safetensors")
+                local = Path(
+                    huggingface_hub.snapshot_download(repo, allow_patterns=patterns)
+                )
+                if any(local.glob(name)):
+                    break
+            return local
+        except Exception as error:  # no network, no such repo, no access
+            reason = reason_of(error)
+    raise CheckpointError(
+        f"there is no {repo} here or on Hugging Face ({reason}); give a run folder "
+        "(out/NAME), a checkpoint, weights, or a Hugging Face repo id (without a "
+        "network HF_HUB_OFFLINE=1 takes one that was downloaded before)"
+    )
 
 
 def from_checkpoint(path: Path, weights: str) -> Loaded:
@@ -401,8 +400,8 @@ def checked_copy(name: str, value: Tensor, shape: tuple[int, ...]) -> Tensor:
     is_plain = value.is_floating_point() and value.layout == torch.strided
     if tuple(value.shape) != shape or not is_plain:
         raise UserError(
-            f"{name} is {tuple(value.shape)} of {value.dtype} in the file, {shape} of "
-            "plain numbers in the model"
+            f"{name} is {described(value)} in the file, {shape} of plain numbers in "
+            "the model"
         )
     value = value.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if not store.is_finite(value):

@@ -21,7 +21,7 @@ from ..model import ModelConfig
 from ..runtime.errors import UserError
 from ..runtime.validation import Count, from_values
 from ..systems import check_config
-from .tensors import LazyTensors
+from .tensors import LazyTensors, described
 
 MISTRAL_WINDOW = 4096  # tokens, where its config.json names none
 
@@ -68,13 +68,18 @@ class RopeSettings(TypedDict):
     rope_type: NotRequired[str]
     type: NotRequired[str]  # its older name
     rope_theta: NotRequired[Base | None]
-    factor: NotRequired[Positive]
-    low_freq_factor: NotRequired[Positive]
-    high_freq_factor: NotRequired[Positive]
-    original_max_position_embeddings: NotRequired[Count]
     partial_rotary_factor: NotRequired[Positive | None]
     full_attention: NotRequired[Any]  # such a table for each kind of layer
     sliding_attention: NotRequired[Any]
+
+
+class Llama3Scaling(TypedDict):
+    """How Llama 3 scales rotary positions, in the same table."""
+
+    factor: Positive
+    low_freq_factor: Positive
+    high_freq_factor: Positive
+    original_max_position_embeddings: Count
 
 
 class Settings(TypedDict):
@@ -144,10 +149,6 @@ def read(
             f"tokenizer.json has {tokenizer.vocab_size} ids, the table {rows}"
         )
     first = tokenizer.starts[0] if tokenizer.starts else tokenizer.eot
-    if first >= rows:
-        raise UserError(
-            f"tokenizer.json begins a text with id {first}, the table has {rows} rows"
-        )
     # A copy: the weight is trained apart. Where [None] is hidden, step 0 alone reads
     # it.
     if TABLE in state:
@@ -174,18 +175,14 @@ def joined(
     """Join the rows of tensors. rows: the number of rows of each, where the joined
     tensor's shape does not check it. Raises UserError for quantised or odd ones."""
     parts = [state[name] for name in names]
-    for name, part in zip(names, parts, strict=True):
-        if not isinstance(part, Tensor):
-            raise UserError(f"{name} is {type(part).__name__}, not a tensor")
-        if part.dtype not in DTYPES:
-            raise UserError(f"{name} is {part.dtype}: it has quantised weights")
-        if part.dim() == 0 or part.shape[1:] != parts[0].shape[1:]:
+    for i, (name, part) in enumerate(zip(names, parts, strict=True)):
+        is_plain = isinstance(part, Tensor) and part.dtype in DTYPES and part.dim() > 0
+        fits = is_plain and part.shape[1:] == parts[0].shape[1:]
+        if not fits or (rows and len(part) != rows[i]):
             raise UserError(
-                f"{name} is {tuple(part.shape)}, {names[0]} {tuple(parts[0].shape)}"
+                f"{name} is {described(part)}: it has quantised weights, or another "
+                "shape than config.json says"
             )
-    for name, part, count in zip(names, parts, rows or [], strict=False):
-        if len(part) != count:
-            raise UserError(f"{name} has {len(part)} rows, not {count}")
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -294,17 +291,10 @@ def rope_scaling(settings: Settings) -> tuple[float, float, float, int] | None:
         raise UserError(
             f"rotary positions are scaled by {kind!r}; supported: none and llama3"
         )
-    for name in (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ):
-        if name not in rope:
-            raise UserError(f"its rotary scaling lacks {name}")
+    scaling = from_values(rope, Llama3Scaling, "rotary scaling in config.json")
     return (
-        float(rope["factor"]),
-        float(rope["low_freq_factor"]),
-        float(rope["high_freq_factor"]),
-        rope["original_max_position_embeddings"],
+        float(scaling["factor"]),
+        float(scaling["low_freq_factor"]),
+        float(scaling["high_freq_factor"]),
+        scaling["original_max_position_embeddings"],
     )

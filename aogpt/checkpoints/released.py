@@ -15,7 +15,7 @@ from ..model import ModelConfig
 from ..runtime.errors import UserError
 from ..runtime.validation import Count, check_value
 from ..systems import check_config
-from .tensors import renamed
+from .tensors import described, renamed
 
 # Settings of GPT-2 and SEDD that our model has only these values for.
 SETTINGS = {
@@ -45,7 +45,7 @@ def read(
         average = contents.get("ema_model")
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
-            raise UserError(f"{name} is {type(tensor).__name__}, not a tensor")
+            raise UserError(f"{name} is {described(tensor)}, not a tensor")
     # without the prefixes of torch.compile and DistributedDataParallel
     state = renamed(state, lambda name: re.sub(r"^((_orig_mod|module)\.)+", "", name))
     system = layout_of(state)
@@ -65,12 +65,10 @@ def read(
         config, state, names = LAYOUTS[system].read(state, values)
         if uses_average:
             state = _averaged(state, average, names)
-        unknown = sorted(state.keys() - names.keys())
-        if unknown:
-            raise UserError(f"the model has no place for {listed(unknown)}")
+        # The model has no place for those that keep their name.
+        tensors = renamed(state, lambda name: names.get(name, name))
     except UserError as error:
         raise UserError(f"its tensors are named as in {system}, but {error}") from None
-    tensors = {names[theirs]: tensor for theirs, tensor in state.items()}
     if tensors.get("start", torch.empty(0)).dim() == 2:  # a table of one row
         tensors["start"] = tensors["start"].squeeze(0)
     # All of them have GPT-2's tokens; the rows after these are [MASK] or padding.
@@ -312,12 +310,9 @@ def _gpt_config(settings: dict, length: str = "block_size", **model) -> ModelCon
 
 def _size(settings: dict, name: str) -> int:
     """Return a size from the settings. Raises UserError without a whole number."""
-    if name not in settings:
-        raise UserError(
-            f"its settings (model_args, or config.json beside it): it lacks {name}"
-        )
-    check_value(settings[name], Count, name)
-    return settings[name]
+    size = settings.get(name)
+    check_value(size, Count, f"{name} in model_args, or in config.json beside it,")
+    return size
 
 
 def _without_tied_head(state: dict) -> dict[str, Tensor]:
@@ -333,8 +328,7 @@ def _without_tied_head(state: dict) -> dict[str, Tensor]:
 
 
 def _width(state: dict, name: str) -> int:
-    """Return the number of columns of a matrix. Raises UserError where there is no
-    matrix of this name."""
-    if name not in state or state[name].dim() != 2:
-        raise UserError(f"it lacks {name}, a matrix")
-    return state[name].shape[1]
+    """Return the number of columns of a matrix; 1, which the model refuses, where there
+    is no matrix of this name."""
+    matrix = state.get(name, torch.empty(0))
+    return matrix.shape[1] if matrix.dim() == 2 else 1

@@ -265,10 +265,6 @@ def read_values(
     prefix: the beginning of the names of tensors that will be read; files of other
     kinds are not verified. Raises CheckpointError."""
     file = path / STATE
-    if not file.is_file():
-        raise CheckpointError(
-            f"{path} lacks {STATE}: it is not a checkpoint, or not a whole one"
-        )
     try:
         contents = read_json(file, dict[str, Any], ADVICE)
         if (

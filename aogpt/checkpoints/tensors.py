@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
-from ..runtime.errors import UserError
-from ..runtime.files import parse_json
-from ..runtime.validation import FileName, read_json
+from ..runtime.errors import UserError, reason_of
+from ..runtime.files import open_regular, parse_json
+from ..runtime.validation import FileName, check_value, read_json
 from .store import CheckpointError
 
 INDEX = "model.safetensors.index.json"  # of weights in several files
@@ -64,10 +64,8 @@ def read_weights(path: Path) -> LazyTensors | dict:
 
 def read_file(path: Path) -> LazyTensors | dict:
     """Return the tensors of one file, as `read_weights` does."""
-    if path.exists() and not path.is_file():  # opening a FIFO would wait
-        raise CheckpointError(f"{path} is not a regular file; get it again")
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             magic = file.read(9)
         # safetensors: the length of the header in 8 bytes, then its JSON.
         if magic[8:] == b"{":
@@ -85,20 +83,14 @@ def read_file(path: Path) -> LazyTensors | dict:
                 raise zipfile.BadZipFile(f"checksum of {damaged}")
         # weights_only: otherwise a pickle can call any function of Python
         contents = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except OSError:
-        raise
+        check_value(contents, dict, "its object")
+        return contents
     except Exception as error:  # torch raises many kinds for damaged and foreign files
-        message = " ".join(str(error).split())[:100]
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint: truncated, not a file of weights, "
             f"or a pickle of more than tensors and plain values, which can run code "
-            f"({message}); {SUPPORTED}"
+            f"({reason_of(error)}); {SUPPORTED}"
         ) from error
-    if not isinstance(contents, dict):
-        raise CheckpointError(
-            f"{path} holds a {type(contents).__name__}, not a dict; {SUPPORTED}"
-        )
-    return contents
 
 
 def renamed(tensors: Mapping, rename: Callable[[str], str]) -> dict[str, Any]:
@@ -113,14 +105,18 @@ def renamed(tensors: Mapping, rename: Callable[[str], str]) -> dict[str, Any]:
     return by_name
 
 
+def described(value: Any) -> str:
+    """Return what a value in a file of weights is."""
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} of {value.dtype}"
+    return f"a {type(value).__name__}"
+
+
 def read_tensor(path: Path, name: str) -> Tensor:
     """Return a tensor of a safetensors file, mapped into memory until it is dropped."""
-    try:
-        # Opened for each tensor: a mapping stays as long as the file is open.
-        with safe_open(path, "pt") as file:
-            return file.get_tensor(name)
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} has changed ({error}); get it again") from error
+    # Opened for each tensor: a mapping stays as long as the file is open.
+    with safe_open(path, "pt") as file:
+        return file.get_tensor(name)
 
 
 def check_names(path: Path) -> None:

@@ -48,7 +48,7 @@ class SampleSet:
 def read_sample_sets(path: Path) -> list[SampleSet]:
     """Return the samples of a file, a set for all of equal settings."""
     groups: dict[str, list[Sample]] = {}
-    for place, line in read_lines(path, "samples"):
+    for place, line in read_lines(path):
         sample = from_json(line, Sample, place, ADVICE)
         key = json.dumps(sample.get("settings"), sort_keys=True)
         group = groups.setdefault(key, [])

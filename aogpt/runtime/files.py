@@ -144,11 +144,17 @@ def locked_for_all(folder: Path, procs: "Processes") -> Iterator[None]:
         lock.release()
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read its bytes. Raises FileNotFoundError also for a FIFO, which
+    would wait for a writer, a device or a folder."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: there is no such file, or not a regular one")
+    return path.open("rb")
+
+
 def sha256_file(path: Path) -> str:
     """Return the sha256 of a file's bytes, as 64 hexadecimal digits."""
-    if not path.is_file():  # opening a FIFO would wait
-        raise FileNotFoundError(f"{path} is not a regular file")
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -176,13 +182,11 @@ def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
     write_text(path, "".join(to_json(row) + "\n" for row in rows))
 
 
-def read_lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
+def read_lines(path: Path) -> Iterator[tuple[str, str]]:
     """Yield the lines of a text file that are not blank, each with its place, "FILE
     line N"."""
     is_stdin = str(path) == "/dev/stdin"
-    if not path.is_file() and not is_stdin:
-        raise UserError(f"{option} {path}: there is no such file, or not a regular one")
-    with open(path, "rb") as file:
+    with path.open("rb") if is_stdin else open_regular(path) as file:
         yield from lines_of(file, str(path))
 
 

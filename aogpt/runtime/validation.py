@@ -28,6 +28,7 @@ from typing import (
 from annotated_types import Interval, Predicate
 
 from .errors import UserError
+from .files import open_regular
 
 LARGEST = 2**31  # of a count: no list or tensor of ours is longer
 Count = Annotated[int, Interval(ge=1, le=LARGEST)]
@@ -257,14 +258,13 @@ def read_toml(path: Path) -> dict:
 
 
 def read_bounded(path: Path, most: int = MAX_BYTES) -> bytes:
-    """Return the bytes of a regular file of at most `most` bytes. Raises FileError."""
-    # opening a FIFO would wait
-    is_special = path.exists() and not (path.is_file() or path.is_dir())
-    if is_special or (path.is_file() and path.stat().st_size > most):
-        raise FileError(
-            f"{path} is not a regular file of at most {most >> 20} MB; name another"
-        )
-    return path.read_bytes()
+    """Return the bytes of a file of at most `most` bytes. Raises FileError, and OSError
+    for what is not a regular file."""
+    with open_regular(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise FileError(f"{path} has more than {most >> 20} MB; name another file")
+    return data
 
 
 def expand_home(path: str | Path) -> Path:
