@@ -246,11 +246,8 @@ def evaluate(a: Arguments, procs: Processes) -> None:
         eval_sets.append(eval_set)
         blocks = eval_set.dataset.block_size
         for scorer in itertools.chain(*scorers.values()):
-            if scorer.orders and scorer.orders.has_longer_blocks(blocks):
-                raise UserError(
-                    f"order.block {scorer.orders.block} exceeds the blocks of "
-                    f"{eval_set.name}, {blocks} tokens; lower it"
-                )
+            if scorer.orders:
+                scorer.orders.check_blocks(blocks, f"the blocks of {eval_set.name}")
         if "score_entropy" in scorers and eval_set.dataset.of_records:
             raise UserError("score_entropy takes no prompts; leave it out")
         for loaded in models:

@@ -144,11 +144,8 @@ def check_fits(config: Config, data: TokenDataset, procs: Processes) -> None:
             "model.target than 'none'"
         )
     for orders in config.all_orders():
-        if not m.is_encoder and orders.has_longer_blocks(data.block_size):
-            raise UserError(
-                f"order.block {orders.block} exceeds the blocks of {folder}, "
-                f"{data.block_size} tokens; lower it"
-            )
+        if not m.is_encoder:
+            orders.check_blocks(data.block_size, f"the blocks of {folder}")
     if vocab_size > (m.mask_token or m.vocab_size):
         raise UserError(
             f"the data in {folder} has a vocabulary of {vocab_size}: set "

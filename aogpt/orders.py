@@ -142,11 +142,15 @@ class OrderConfig:
             return self.kind
         return f"{self.kind}:{','.join(settings)}"
 
-    def has_longer_blocks(self, length: int) -> bool:
-        """Return whether these are orders in blocks, and sequences of this length are
-        shorter than one."""
+    def check_blocks(self, length: int, sequences: str) -> None:
+        """Raise UserError for orders in blocks that exceed sequences of this length.
+        sequences: their name for the message."""
         has_blocks = "block" in ORDER_KINDS[self.base_kind].settings
-        return has_blocks and self.block > length
+        if has_blocks and self.block > length:
+            raise UserError(
+                f"order.block {self.block} exceeds {sequences}, {length} tokens; lower "
+                "it"
+            )
 
 
 def orders_at(
@@ -160,10 +164,11 @@ def orders_at(
     """Return the orders of the sequences `rows` of the global batch of one step,
     LongTensor (len(rows), length) on the CPU: a pure function of the arguments. stream:
     of `runtime.randomness`."""
-    if length < 1:
-        raise UserError(f"an order needs at least one position, but length is {length}")
-    if seed < 0 or step < 0:
-        raise UserError(f"seed {seed} and step {step} of orders must not be negative")
+    if length < 1 or seed < 0 or step < 0:
+        raise UserError(
+            f"the length of orders is {length}, their seed {seed}, their step {step}; "
+            "give at least 1, 0 and 0"
+        )
     B = len(rows)
     identity = torch.arange(length).expand(B, length)
     match config.kind:  # kinds that draw nothing
@@ -280,12 +285,7 @@ def parse_order(text: str, option: str) -> OrderConfig:
     """Return the distribution that `kind` or `kind:setting=value,...` means, such as
     slots:block=8."""
     types = setting_types(text.partition(":")[0])
-    example = ""
-    if types:
-        setting, kind_of_value = next(iter(types.items()))
-        value = "orders.npy" if kind_of_value is str else 1
-        example = f"{setting}={value}"
-    kind, values = parse_settings(text, types, example, option)
+    kind, values = parse_settings(text, types, option)
     try:
         return OrderConfig(kind, **values)
     except UserError as error:
@@ -298,23 +298,17 @@ def setting_types(kind: str) -> dict[str, type]:
     return {setting: type(getattr(OrderConfig, setting)) for setting in settings}
 
 
-def parse_settings(
-    text: str, types: dict[str, type], example: str, option: str
-) -> tuple:
+def parse_settings(text: str, types: dict[str, type], option: str) -> tuple:
     """Return the name and the settings, a dict, of a text `name:setting=value,...`.
-    types: the type of each setting; example: settings to show in an error."""
+    types: the type of each setting."""
     name, _, written = text.partition(":")
     values = {}
     for setting in written.split(",") if written else ():
         key, _, value = setting.partition("=")
-        if not types:
-            raise UserError(
-                f"{option} {text}: {key!r} is not a setting of {name}; it has none"
-            )
         if key not in types:
             raise UserError(
                 f"{option} {text}: {key!r} is not a setting of {name}; it has "
-                f"{', '.join(types)} (as in {example})"
+                f"{', '.join(types) or 'none'}"
             )
         try:
             values[key] = types[key](value)

@@ -254,13 +254,6 @@ def test_a_file_is_not_named_as_a_folder(mistake, run, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_folder_has_a_name_in_utf_8(data, tmp_path):
-    name = os.fsdecode(b"a\xff")
-    with pytest.raises(UserError, match="give a name in UTF-8"):
-        train.train(tiny_config(data, tmp_path / name), ALONE)
-    assert not list(tmp_path.iterdir())
-
-
 VARIABLES = [
     ("TQDM_MININTERVAL", ["sample.py", "--help"], 2),
     ("MPLBACKEND", ["-c", "import aogpt.runtime.environment, matplotlib.pyplot"], 0),

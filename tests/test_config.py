@@ -184,7 +184,7 @@ REFUSED = [  # a config file, and what the message says besides the file's name
     ),
     ('[order]\nblock = 1\n[[schedule]]\nkind = "fixed_blockwise"', "order.block is 1"),
     ("[[schedule]]\nstep = 2\n[[schedule]]\nstep = 2", "schedule: steps must rise"),
-    ("[[schedule]]\nstep = -1", "schedule.step is -1; give a number at least 0"),
+    ("[[schedule]]\nstep = -1", "schedule.step is -1, but it must be at least 0"),
     ('[[schedule]]\nkind = "rnd"', "schedule.kind is 'rnd'", "must be one of"),
     ("[objective]\ngroup = 0", "group is 0"),
     ("[objective]\nprefix_prob = 0.1", "prefix_prob is for encoders", "'ao_ar'"),

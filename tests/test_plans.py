@@ -225,7 +225,7 @@ RULES = "'order', 'confidence', 'entropy'"
         ),
         (changed(unmask_by="random"), f"'random'.*{RULES}"),
         (adaptive("surprise"), f"'surprise'.*{RULES}, 'margin'"),
-        (adaptive("entropy", group=0, block=2), "most is 0; give a number at least 1"),
+        (adaptive("entropy", group=0, block=2), "most is 0, but it must be at least 1"),
     ],
 )
 def test_what_is_not_a_plan_is_refused_by_name(make, words):

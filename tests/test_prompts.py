@@ -102,7 +102,7 @@ def test_an_example_has_the_bytes_and_roles_of_its_parts(parts, last, end):
     "example, says",
     [
         ("[GIVEN]a", "without its other mark"),
-        ("[GIVEN]a[/GIVEN]", "nothing left to predict"),
+        ("[GIVEN]a[/GIVEN]", "no text to predict"),
         ("", "is empty"),
     ],
 )

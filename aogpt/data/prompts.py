@@ -53,10 +53,8 @@ def spans(example: str, place: str = "this record") -> list[tuple[str, int]]:
         if part:
             role = PROMPT if i % 2 else PREDICTED
             result.append((part, role))
-    if not result:
-        raise UserError(f"{place}: the text is empty")
     if all(role == PROMPT for _, role in result):
-        raise UserError(f"{place}: all of it is given, and nothing left to predict")
+        raise UserError(f"{place}: there is no text to predict")
     return result
 
 

@@ -7,6 +7,7 @@ reads a field of dates as times, and where one row of a field is a number it wri
 others in quotes; for a bad row it names no line. Here a field is a string, or an
 error."""
 
+import codecs
 import contextlib
 import glob
 import gzip
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..runtime.errors import UserError, reason_of
-from ..runtime.files import json_object, lines_of, parse_json, sha256_file
+from ..runtime.files import as_object, json_object, json_value, lines_of, sha256_file
 
 RowReader = Callable[[dict, str], str]  # (row, its place for messages) -> document
 # (file, its name for messages, how rows are read) -> documents
@@ -51,11 +52,8 @@ def source_files(paths: Iterable[Path], readers: dict[str, Reader]) -> tuple[Pat
             continue
         inside = [p for p in path.rglob("*") if not is_hidden(p.relative_to(path))]
         readable = [p for p in inside if p.is_file() and reader_of(p, readers)]
-        if not readable:
-            raise UserError(
-                f"{path}: there is no file of a known kind ({', '.join(readers)})"
-            )
-        files += sorted(readable)
+        # A folder without any is itself of no kind: `find_reader` says so.
+        files += sorted(readable) or [path]
     if len({path.resolve() for path in files}) < len(files):
         raise UserError("a file is given twice; leave it out")
     return tuple(files)
@@ -159,20 +157,14 @@ def read_jsonl(path: Path, name: str, read_row: RowReader) -> Iterator[str]:
 
 
 def read_json(path: Path, name: str, read_row: RowReader) -> Iterator[str]:
-    """Yield a document for each object in a list, or for each line where a file of JSON
-    lines has this suffix."""
+    """Yield a document for each object in a list, or for each line of a file that does
+    not begin with one."""
     with unpacked(path, name) as file:
         content = file.read()
-    try:
-        values = parse_json(content)
-    except (ValueError, RecursionError) as error:
-        if str(error).startswith("Extra data"):
-            yield from read_jsonl(path, name, read_row)
-            return
-        raise UserError(f"{name}: this is not JSON ({error})") from None
-    if not isinstance(values, list):  # JSON lines of one line
-        values = [values]
-    yield from texts_of(values, read_row, name)
+    if not content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+        yield from read_jsonl(path, name, read_row)
+        return
+    yield from texts_of(json_value(content, name), read_row, name)
 
 
 def text_of(row: dict, place: str, field: str, option: str = "--field") -> str:
@@ -192,11 +184,7 @@ def texts_of(rows: Iterable[Any], read_row: RowReader, name: str) -> Iterator[st
     """Yield the document of each row."""
     for number, row in enumerate(rows, 1):
         place = f"{name} row {number}"
-        if not isinstance(row, dict):
-            raise UserError(
-                f"{place}: this is a {type(row).__name__}, not an object of JSON"
-            )
-        yield read_row(row, place)
+        yield read_row(as_object(row, place), place)
 
 
 def streamed(

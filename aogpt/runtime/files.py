@@ -116,13 +116,9 @@ def staging(target: Path, replace: bool = True) -> Iterator[Path]:
 @contextlib.contextmanager
 def locked_for_all(folder: Path, procs: "Processes") -> Iterator[None]:
     """Make a folder and hold its lock for the whole job. All processes must call.
-    Raises UserError if another job holds it, or for a name that is not UTF-8."""
+    Raises UserError if another job holds it."""
     from filelock import FileLock, Timeout
 
-    try:
-        str(folder).encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{folder}: give a name in UTF-8") from None
     lock = FileLock(folder / "lock")
     error = None
     if procs.main:
@@ -221,16 +217,25 @@ def _object_of(pairs: list[tuple[str, Any]]) -> dict:
     return row
 
 
-def json_object(line: str, place: str) -> dict:
-    """Return the object on one line of JSON. Raises UserError that begins with the
-    place of the line."""
+def json_value(text: str | bytes, place: str) -> Any:
+    """Return the value of a text in JSON. Raises UserError that begins with its
+    place."""
     try:
-        row = parse_json(line)
+        return parse_json(text)
     except (ValueError, RecursionError) as error:
         # the latter: brackets nested too deep
         raise UserError(f"{place}: this is not JSON ({error})") from error
-    if not isinstance(row, dict):
+
+
+def as_object(value: Any, place: str) -> dict:
+    """Return a value if it is an object of JSON. Raises UserError, as `json_value`."""
+    if not isinstance(value, dict):
         raise UserError(
-            f"{place}: this is a {type(row).__name__}, not an object of JSON"
+            f"{place}: this is a {type(value).__name__}, not an object of JSON"
         )
-    return row
+    return value
+
+
+def json_object(line: str, place: str) -> dict:
+    """Return the object on one line of JSON. Raises UserError, as `json_value`."""
+    return as_object(json_value(line, place), place)

@@ -2,6 +2,7 @@
 TypedDict declares."""
 
 import codecs
+import contextlib
 import dataclasses
 import functools
 import json
@@ -86,16 +87,14 @@ def typed(value: Any, hint: Any, name: str = "") -> Any:
     if origin in (Union, types.UnionType):
         return _of_union(value, arguments, name)
     if origin is Literal:
-        if not any(type(value) is type(a) and value == a for a in arguments):
-            choices = ", ".join(map(repr, arguments))
-            raise _wrong(name, value, f"must be one of {choices}")
+        is_one = any(type(value) is type(a) and value == a for a in arguments)
+        _require(is_one, name, value, f"one of {', '.join(map(repr, arguments))}")
         return value
     if origin in (tuple, list):
         return _of_list(value, origin, arguments, name)
     if hint is list or origin is dict or hint is dict:
         kind = list if hint is list else dict
-        if not isinstance(value, kind):
-            raise _wrong(name, value, f"must be {KINDS[kind]}")
+        _require(isinstance(value, kind), name, value, KINDS[kind])
         if not arguments:
             return value
         of_keys, of_values = arguments
@@ -108,8 +107,8 @@ def typed(value: Any, hint: Any, name: str = "") -> Any:
     if hint is float and type(value) is int:
         return float(value)
     # `isinstance` would take true for 1.
-    if not isinstance(value, hint) or (type(value) is bool and hint is not bool):
-        raise _wrong(name, value, f"must be {KINDS.get(hint, hint.__name__)}")
+    is_kind = isinstance(value, hint) and (type(value) is not bool or hint is bool)
+    _require(is_kind, name, value, KINDS.get(hint, hint.__name__))
     return value
 
 
@@ -131,8 +130,12 @@ BOUNDS = {
 }
 
 
-def _wrong(name: str, value: Any, problem: str) -> UserError:
-    return UserError(f"{name or 'it'} is {reprlib.repr(value)}, but it {problem}")
+def _require(condition: bool, name: str, value: Any, kind: str) -> None:
+    """Raise UserError for a value that is not of this kind."""
+    if not condition:
+        raise UserError(
+            f"{name or 'it'} is {reprlib.repr(value)}, but it must be {kind}"
+        )
 
 
 def _inside(name: str, key: Any) -> str:
@@ -141,8 +144,8 @@ def _inside(name: str, key: Any) -> str:
 
 def _check_limit(value: Any, limit: Any, name: str) -> None:
     """Raise UserError for a value beyond the bounds that a type is annotated with."""
-    if isinstance(limit, Predicate) and not limit.func(value):
-        raise UserError(f"{name} is {value!r}; give a name without a path")
+    if isinstance(limit, Predicate):
+        _require(limit.func(value), name, value, "a name without a path")
     words = []
     is_within = True
     for attribute, (word, holds) in BOUNDS.items():
@@ -150,33 +153,25 @@ def _check_limit(value: Any, limit: Any, name: str) -> None:
         if bound is not None:
             words.append(f"{word} {bound}")
             is_within = is_within and holds(value, bound)  # NaN is beyond every bound
-    if not is_within:
-        shown = reprlib.repr(value)
-        raise UserError(
-            f"{name or 'it'} is {shown}; give a number {' and '.join(words)}"
-        )
+    _require(is_within, name, value, " and ".join(words))
 
 
 def _of_union(value: Any, options: tuple, name: str) -> Any:
     """Return a value as one of several types, the first that it is of."""
     if value is None and types.NoneType in options:
         return None
-    for option in options:
-        try:
+    *first, last = (option for option in options if option is not types.NoneType)
+    for option in first:
+        with contextlib.suppress(UserError):
             return typed(value, option, name)
-        except UserError as problem:
-            if option is not types.NoneType:
-                error = problem
-    raise error
+    return typed(value, last, name)
 
 
 def _of_list(value: Any, kind: type, hints: tuple, name: str) -> Any:
     """Return a list or a tuple as a list or a tuple of these types."""
-    if not isinstance(value, list | tuple):
-        raise _wrong(name, value, "must be a list")
+    _require(isinstance(value, list | tuple), name, value, "a list")
     if kind is tuple and hints[1:] != (...,):
-        if len(value) != len(hints):
-            raise _wrong(name, value, f"must be a list of {len(hints)}")
+        _require(len(value) == len(hints), name, value, f"a list of {len(hints)}")
         return tuple(
             typed(item, hint, name) for item, hint in zip(value, hints, strict=True)
         )
@@ -188,8 +183,7 @@ def _of_table(value: Any, table: Any, name: str) -> Any:
     is_class = dataclasses.is_dataclass(table)
     if is_class and isinstance(value, table):
         return value
-    if not isinstance(value, dict):
-        raise _wrong(name, value, "must be a table of keys")
+    _require(isinstance(value, dict), name, value, "a table of keys")
     hints = _hints(table)
     result = dict(value)
     for key, item in value.items():

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..model import AOGPT, ModelConfig
 from ..runtime import devices
 from ..runtime.errors import UserError
+from ..runtime.validation import Count, check_value
 from .adaptive import adapt
 from .batch import Batch, CachedBatch, EncoderBatch, OnUnmasked, Tally
 from .cached import decoding_copy, make_steps
@@ -107,8 +108,7 @@ class Engine:
         rows that pad the token table are not tokens. batch_size: samples in flight,
         halved while memory runs out; None: all. compile: torch.compile the blocks,
         which takes minutes; on a GPU also take ragged attention and CUDA graphs."""
-        if vocab_size is not None and vocab_size < 1:
-            raise UserError(f"vocab_size is {vocab_size}; give at least 1")
+        check_value(vocab_size, Count | None, "vocab_size")
         self.choice = choice or TokenChoice()
         self.vocab_size = vocab_size
         self.batch_size = batch_size
@@ -293,11 +293,10 @@ class Engine:
         B, T = plan.order.shape
         if self.model.training:
             raise UserError("the model is in training mode; call model.eval() first")
-        if B == 0:
-            raise UserError("the plan has no samples")
-        if T > c.block_size:
+        if B == 0 or T > c.block_size:
             raise UserError(
-                f"samples of {T} tokens, but the model takes up to {c.block_size}"
+                f"the plan is of {B} samples of {T} tokens; give at least one, of at "
+                f"most {c.block_size}"
             )
         check_plan(plan, c)
         given = plan.given
@@ -305,33 +304,32 @@ class Engine:
             if given.any():
                 raise UserError("the plan has given positions: pass their tokens")
             tokens = torch.zeros_like(plan.order)
+        looks_ahead = (
+            plan.unmask_by != "order" and rule_of(plan.unmask_by).needs_targets
+        )
+        if (forced is None and looks_ahead) or (forced is not None and plan.draft):
+            raise UserError(
+                "the oracle's order needs forced tokens, and speculation draws its own"
+            )
         if forced is not None:  # nothing is drawn
-            if plan.draft:
-                raise UserError("speculation draws its tokens; force none")
             uniforms = torch.zeros(plan.order.shape, dtype=torch.float64)
-        elif plan.unmask_by != "order" and rule_of(plan.unmask_by).needs_targets:
-            raise UserError(f"the {plan.unmask_by} order needs forced tokens")
         if not isinstance(uniforms, Tensor):
             uniforms = torch.rand(
                 plan.order.shape, generator=uniforms, dtype=torch.float64
             )
-        tensors = {"tokens": tokens, "uniforms": uniforms, "forced": forced}
-        for name, value in tensors.items():
-            if value is not None and value.shape != plan.order.shape:
-                raise UserError(
-                    f"{name} are {tuple(value.shape)}, but the plan is for "
-                    f"{tuple(plan.order.shape)}"
-                )
-        if not ((uniforms >= 0) & (uniforms < 1)).all():
-            raise UserError(
-                "uniforms must lie in [0, 1); torch.rand in float64 makes such numbers"
-            )
-        tokens = tokens.cpu().where(given, 0)
+        if tokens.shape == plan.order.shape:
+            tokens = tokens.cpu().where(given, 0)
         ids = c.vocab_size if c.mask_token is None else c.mask_token
-        for name, values in (("given", tokens), ("forced", forced)):
-            if values is not None and ((values < 0) | (values >= ids)).any():
+        inputs = {"tokens": (tokens, ids), "forced": (forced, ids)}
+        inputs["uniforms"] = (uniforms, 1)
+        for name, (values, end) in inputs.items():
+            if values is None:
+                continue
+            is_inside = ((values >= 0) & (values < end)).all()
+            if values.shape != plan.order.shape or not is_inside:
                 raise UserError(
-                    f"a {name} token is outside the model's vocabulary of {ids}"
+                    f"{name} must be {tuple(plan.order.shape)} numbers from 0 to "
+                    f"below {end}"
                 )
         return tokens, uniforms
 

@@ -55,7 +55,6 @@ def parse_mode(text: str, option: str = "mode") -> PlanFunction:
     function = plan_function(name, option)
     parameters = arguments_of(function)
     types = {key: plain_type(parameters[key].annotation) for key in parameters}
-    example = "".join(f"{key}=8" for key in list(types)[:1])
     order = function.keywords.get("order")
     if "order" in parameters:
         named = re.search(r"(?:^|,)order=([^,]*)", written)
@@ -65,7 +64,7 @@ def parse_mode(text: str, option: str = "mode") -> PlanFunction:
     arguments: dict[str, Any] = {}
     values = {}
     if written:
-        _, values = parse_settings(text, types, example, option)
+        _, values = parse_settings(text, types, option)
     of_order = []
     for key, value in values.items():
         if key in parameters:

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from ..orders import inverse_permutation, orders_at, parse_order
 from ..runtime.errors import UserError
-from ..runtime.validation import Amount, Count, check_values
-from .scores import ALL_SCORES, RuleScore, rule_of
+from ..runtime.validation import Amount, Count, check_value, check_values
+from ..scoring import check_boolean
+from .scores import RuleScore, rule_of
 
 # The tokens of a sample, None where they are to be generated.
 Context = list[int | None]
@@ -99,17 +100,15 @@ class Plan:
                 f"a plan's length must be {B} numbers from 0 to {T}, one a sample"
             )
         positions = torch.arange(T, device=self.order.device)
-        sorted_order = self.order.sort(dim=1).values
-        if not torch.equal(sorted_order, positions.expand(B, T)):
-            raise UserError(
-                f"every row of a plan's order must be a permutation of 0..{T - 1}"
-            )
         self.valid = positions < self.length[:, None]
         valid = self.valid
+        sorted_order = self.order.sort(dim=1).values
+        is_permutation = torch.equal(sorted_order, positions.expand(B, T))
         exists = self.order < self.length[:, None]
-        if not torch.equal(exists, valid):
+        if not is_permutation or not torch.equal(exists, valid):
             raise UserError(
-                "an order must have a sample's positions before those it does not"
+                f"every row of a plan's order must be a permutation of 0..{T - 1}, its "
+                "sample's positions before those it does not have"
             )
         falls = (self.step.diff(dim=1) < 0) & valid[:, 1:]
         is_below = self.step < -1
@@ -117,11 +116,7 @@ class Plan:
             raise UserError(
                 "a plan's steps must be -1 (given) or more and must not fall"
             )
-        if self.unmask_by not in ("order", *ALL_SCORES):
-            raise UserError(
-                f"a plan's unmask_by is {self.unmask_by!r}; it must be one of 'order', "
-                f"{', '.join(map(repr, ALL_SCORES))}"
-            )
+        check_value(self.unmask_by, UnmaskBy, "unmask_by")
         self.generated = valid & (self.step >= 0)
         given = valid & (self.step < 0)
         self.given = torch.empty_like(given).scatter_(1, self.order, given)
@@ -161,8 +156,7 @@ class Samples:
         self.T = int(length.max()) if length.numel() else 0
         if given is None:
             given = torch.zeros(self.B, self.T, dtype=torch.bool)
-        if given.dtype != torch.bool:
-            raise UserError(f"given is {given.dtype}; give a boolean tensor")
+        check_boolean(given, "given")
         positions = torch.arange(self.T)
         self.position = positions.expand(self.B, self.T)
         self.valid = self.position < self.length[:, None]
@@ -209,8 +203,7 @@ class Samples:
     def in_groups(self, key: Tensor, group: int) -> Plan:
         """Return the plan of the positions by rising key (B, T), any numbers, `group`
         in a step."""
-        if group < 1:
-            raise UserError(f"group is {group}; give at least 1")
+        check_value(group, Count, "group")
         order, index = self.order_by(key)
         step = index // group
         return Plan(order, step.where(index >= 0, -1), self.length)
@@ -220,8 +213,7 @@ class Samples:
         generate."""
         if steps is None:
             return self.missing.clamp(min=1)[:, None]
-        if steps < 1:
-            raise UserError(f"steps is {steps}; give at least 1")
+        check_value(steps, Count, "steps")
         return torch.full((self.B, 1), steps)
 
 
@@ -274,11 +266,10 @@ def even_plan(
 def elapsed_at(share: Tensor, schedule: Schedule) -> Tensor:
     """Return 1 - t at the time t at which this share u of the positions is unmasked:
     t = 1 - u, or with cosine u = 1 - sin(pi t / 2)."""
+    check_value(schedule, Schedule, "schedule")
     if schedule == "linear":
         return share
-    if schedule == "cosine":
-        return (1 - share).acos() * (2 / math.pi)
-    raise UserError(f"the schedule is {schedule!r}; give 'linear' or 'cosine'")
+    return (1 - share).acos() * (2 / math.pi)
 
 
 def score_plan(
@@ -322,8 +313,7 @@ def speculative_plan(samples: Samples, draft: Count = 8, order: str = "random") 
 
     Self-speculation (Guo & Ermon 2025): the same model drafts and verifies. order: as
     of `order_plan`."""
-    if draft < 1:
-        raise UserError(f"draft is {draft}; give at least 1")
+    check_value(draft, Count, "draft")
     return replace(order_plan(samples, order, group=draft), draft=draft)
 
 

@@ -114,12 +114,12 @@ def check_inputs(
             f"the order must be a permutation of 0..{T - 1} (LongTensor), of up to "
             f"{config.block_size} positions"
         )
-    if any(size < 1 for size in sizes) or sum(sizes) > T:
+    fits = sum(sizes) == T if tokens is None else sum(sizes) <= T
+    if any(size < 1 for size in sizes) or not fits:
         raise UserError(
-            f"sizes are {sizes}; give numbers of at least 1 that add up to at most {T}"
+            f"sizes are {sizes}; give numbers of at least 1 that add up to {T}, or to "
+            "less with the tokens of the first positions of the order, which are given"
         )
-    if tokens is None and sum(sizes) < T:
-        raise UserError("the first positions of the order are given: pass their tokens")
     one_by_one = all(size == 1 for size in sizes)
     if config.l2r_only and not (one_by_one and torch.equal(order, positions)):
         raise UserError(

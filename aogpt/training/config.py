@@ -308,11 +308,7 @@ def check_orders(config: Config) -> None:
             )
         return
     for orders in config.all_orders():  # this checks the settings of the stages
-        if orders.has_longer_blocks(m.block_size):
-            raise UserError(
-                f"order.block {orders.block} exceeds model.block_size {m.block_size}; "
-                "lower it"
-            )
+        orders.check_blocks(m.block_size, "model.block_size")
         if m.l2r_only and not orders.is_l2r:
             raise UserError(
                 f"order.kind = {orders.kind!r} needs target positions: set "

@@ -278,7 +278,7 @@ def test_mistakes_are_told(monkeypatch):
         busy.listen()
         for port, words in (
             (busy.getsockname()[1], "Address already in use; give another"),
-            (99999, "port is 99999; give a number at least 1 and at most 65535"),
+            (99999, "port is 99999, but it must be at least 1 and at most 65535"),
         ):
             monkeypatch.setattr(sys, "argv", ["aogpt", "x", "--port", str(port)])
             with pytest.raises(ValueError, match=words):
