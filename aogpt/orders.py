@@ -19,9 +19,8 @@ from torch import Tensor
 
 from .model import inverse_permutation
 from .runtime.errors import UserError
-from .runtime.files import open_regular
 from .runtime.randomness import ORDERS, philox_bits, to_uniform
-from .runtime.validation import Count, Probability, Seed, check_values
+from .runtime.validation import Count, Probability, Seed, check_values, open_regular
 
 
 class OrderFacts(NamedTuple):

@@ -337,7 +337,7 @@ def test_micro_batches_fit_the_number_of_processes(world, share, most):
     [
         ("run.toml", "warmup_steps"),
         ("nowhere.toml", "nowhere.toml"),
-        (".", "Is a directory"),
+        (".", "there is no such file"),
         (
             "--optim.lr",
             "config file first, e.g. python train.py configs/quickstart.toml",

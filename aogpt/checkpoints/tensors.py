@@ -12,8 +12,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..runtime.errors import UserError, reason_of
-from ..runtime.files import open_regular, parse_json
-from ..runtime.validation import FileName, check_value, read_json
+from ..runtime.files import parse_json
+from ..runtime.validation import FileName, check_value, open_regular, read_json
 from .store import CheckpointError
 
 INDEX = "model.safetensors.index.json"  # of weights in several files

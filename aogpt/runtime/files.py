@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from .errors import UserError
+from .validation import open_regular
 
 if TYPE_CHECKING:
     from .processes import Processes
@@ -138,14 +139,6 @@ def locked_for_all(folder: Path, procs: "Processes") -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read its bytes. Raises FileNotFoundError also for a FIFO, which
-    would wait for a writer, a device or a folder."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: there is no such file, or not a regular one")
-    return path.open("rb")
 
 
 def sha256_file(path: Path) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import (
     Annotated,
     Any,
+    BinaryIO,
     Literal,
     NotRequired,
     Union,
@@ -29,7 +30,6 @@ from typing import (
 from annotated_types import Interval, Predicate
 
 from .errors import UserError
-from .files import open_regular
 
 LARGEST = 2**31  # of a count: no list or tensor of ours is longer
 Count = Annotated[int, Interval(ge=1, le=LARGEST)]
@@ -251,13 +251,21 @@ def read_toml(path: Path) -> dict:
         raise FileError(f"{path} is not a TOML file: {error}") from None
 
 
-def read_bounded(path: Path, most: int = MAX_BYTES) -> bytes:
-    """Return the bytes of a file of at most `most` bytes. Raises FileError, and OSError
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read its bytes. Raises FileNotFoundError also for a FIFO, which
+    would wait for a writer, a device or a folder."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: there is no such file, or not a regular one")
+    return path.open("rb")
+
+
+def read_bounded(path: Path) -> bytes:
+    """Return the bytes of a file of at most MAX_BYTES. Raises FileError, and OSError
     for what is not a regular file."""
     with open_regular(path) as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise FileError(f"{path} has more than {most >> 20} MB; name another file")
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise FileError(f"{path} has more than {MAX_BYTES >> 20} MB; name another file")
     return data
 
 
