@@ -18,9 +18,10 @@ from typing import Annotated, Literal
 import numpy as np
 from annotated_types import Interval
 
-from aogpt.data.catalogue import Dataset, Request
+from aogpt.data.catalogue import Dataset
+from aogpt.data.prepare import Prepare
 from aogpt.data.prompts import as_prompt
-from aogpt.data.sources import Corpus, Reader, read_whole
+from aogpt.data.sources import Corpus, Reader, RowReader, read_whole
 from aogpt.runtime.validation import from_json
 
 URL = "https://raw.githubusercontent.com/czhuang/JSB-Chorales-dataset/master/Jsb16thSeparated.json"
@@ -48,8 +49,8 @@ class ChoralesDataset(Dataset):
 
     predict: tuple[str, ...] = ()  # voices; the others are the prompt; none: all
 
-    def corpora(self, request: Request) -> dict[str, Corpus]:
-        whole = super().corpora(request)["train"]
+    def corpora(self, args: Prepare, read_row: RowReader) -> dict[str, Corpus]:
+        whole = super().corpora(args, read_row)["train"]
         source = whole.description[0]
         name = str(next(iter(source.values())))  # of the file
 

@@ -25,7 +25,7 @@ from aogpt.data.prepare import Prepare, prepare
 from aogpt.runtime.command_line import run_script, show, with_help
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import write_atomically, write_json, write_text
-from aogpt.runtime.outputs import commit, versions
+from aogpt.runtime.outputs import versions
 from aogpt.runtime.validation import check_values
 from studies import experiment as experiments
 from studies import pages
@@ -36,7 +36,7 @@ from studies.figures import figure, targets_figure
 from studies.front_figures import FIGURES as FRONT_FIGURES
 from studies.puzzles import TASKS
 from studies.runner import Recipes, Results, Runner, RunOptions
-from studies.runs import ROOT
+from studies.runs import ROOT, commit
 from studies.speedrun import speeds_in_turn
 from studies.systems_page import systems_page
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.random import Generator, default_rng
 
-from aogpt.data.catalogue import Dataset, Request
-from aogpt.data.sources import Corpus
+from aogpt.data.catalogue import Dataset
+from aogpt.data.prepare import Prepare
+from aogpt.data.sources import Corpus, RowReader
 
 LETTERS = "abcdefghijklmnop"  # of the urn; a square takes the first of them
 POLYA_WEIGHT = 0.1
@@ -35,7 +36,7 @@ class Made(Dataset):
 
     tokenizer: str = "bytes"
 
-    def corpora(self, request: Request) -> dict[str, Corpus]:
+    def corpora(self, args: Prepare, read_row: RowReader) -> dict[str, Corpus]:
         corpora = {}
         for place, split in enumerate(self.splits):
             count = self.numbers[place]
@@ -72,8 +73,8 @@ class Generated(Made):
 class Shuffled(Dataset):
     """Text of the user's in chunks whose characters are in random order."""
 
-    def corpora(self, request: Request) -> dict[str, Corpus]:
-        corpora = super().corpora(request)
+    def corpora(self, args: Prepare, read_row: RowReader) -> dict[str, Corpus]:
+        corpora = super().corpora(args, read_row)
         for seed, (split, corpus) in enumerate(corpora.items()):
             facts = {"shuffled": SHUFFLED, "seed": seed}
             chunks = shuffled_chunks(corpus, seed)

@@ -29,9 +29,9 @@ import tyro
 from aogpt.runtime.command_line import interrupt, run_script, show, with_help
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import write_json
-from aogpt.runtime.outputs import command, commit, markdown_table, versions
+from aogpt.runtime.outputs import command, markdown_table, versions
 from aogpt.runtime.validation import Count, check_values
-from studies.runs import ROOT, target_of
+from studies.runs import ROOT, commit, target_of
 
 Part = Literal["decoding", "pretrained", "sizes", "training"]
 MINUTES = {"decoding": 9, "pretrained": 18, "sizes": 22, "training": 5}

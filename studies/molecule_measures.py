@@ -26,10 +26,9 @@ from aogpt.model import ModelConfig
 from aogpt.orders import parse_order
 from aogpt.runtime.command_line import show
 from aogpt.runtime.files import json_object, read_lines, write_jsonl
-from aogpt.runtime.outputs import commit
 from studies.molecule_parts import ring_system, scaffold, unknown_letters, with_masks
 from studies.moses import Moses, canonical, measures, read_molecule
-from studies.runs import rows_by, run_well
+from studies.runs import commit, rows_by, run_well
 
 BATCH = 64  # molecules in a pass, or in flight
 SEED = 0

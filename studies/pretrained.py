@@ -28,12 +28,11 @@ import aogpt
 from aogpt.data.loader import TokenDataset, find_dataset
 from aogpt.runtime.command_line import run_script, show, with_help
 from aogpt.runtime.files import write_json, write_text
-from aogpt.runtime.outputs import commit
 from aogpt.scoring import token_log_probs
 from aogpt.training.config import load_toml
 from extras import plain_gpt
 from studies import pretrained_page
-from studies.runs import ROOT
+from studies.runs import ROOT, commit
 
 ROWS = ROOT / "results" / "pretrained.json"
 PAGE = ROOT / "results" / "pretrained.md"

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import json_object, read_lines, write_text
-from aogpt.runtime.outputs import commit
 from aogpt.training import config as configuration
 from aogpt.training.config import Config
 from aogpt.training.val_losses import best_by, read_metrics
@@ -21,6 +20,20 @@ ROOT = Path(__file__).resolve().parents[1]
 # the system clears the pages of the next one: nearly half of a step's time with a
 # vocabulary of 50,000.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
+
+
+def commit() -> str:
+    """Return the commit of this code, with "-dirty" if files outside results/ have
+    changed."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ["git", *words], cwd=ROOT, capture_output=True, text=True
+        ).stdout
+
+    changed = git("diff", "HEAD", "--name-only", "--", ".", ":!results")
+    name = git("describe", "--always").strip() or "unknown"
+    return f"{name}-dirty" if changed else name
 
 
 def rows_by(key: str, file: Path) -> dict[str, dict]:

@@ -33,11 +33,11 @@ from aogpt.runtime.files import (
     write_jsonl,
     write_text,
 )
-from aogpt.runtime.outputs import commit, markdown_table
+from aogpt.runtime.outputs import markdown_table
 from studies.drawing import new_figure, png
 from studies.figures import PALETTE
 from studies.ngrams import divergences
-from studies.runs import ROOT, report_of, rows_by, run_well
+from studies.runs import ROOT, commit, report_of, rows_by, run_well
 
 MODEL = "results/books_model"
 REFERENCE = "data/books_english"

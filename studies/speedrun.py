@@ -27,7 +27,7 @@ import tyro
 from aogpt.runtime.command_line import run_script, show, with_help
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import write_json
-from aogpt.runtime.outputs import command, commit, markdown_table, versions
+from aogpt.runtime.outputs import command, markdown_table, versions
 from aogpt.runtime.validation import (
     Count,
     FileError,
@@ -40,7 +40,7 @@ from studies.bench_common import cpu_name, spread_of
 from studies.experiment import Experiment, damaged, laid_over, read_run_configs
 from studies.pages import mean_cell, mean_tokens_to, tuned_cell, value_of
 from studies.runner import MissingRow, Results, Runner, commits_of
-from studies.runs import ROOT, finished_run, speed_of
+from studies.runs import ROOT, commit, finished_run, speed_of
 
 CONFIGS = ROOT / "studies" / "configs" / "speedrun"
 RESULTS = ROOT / "results" / "speedrun"

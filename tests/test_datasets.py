@@ -304,8 +304,8 @@ def rows_of(name: str, split: str, numbers: tuple, **place) -> list[str]:
     published numbers of rows of its own."""
     dataset = replace(catalogue.DATASETS[name], numbers=numbers, **place)
     read_row = functools.partial(sources.text_of, field=dataset.field)
-    request = catalogue.Request(name, read_row, split=split)
-    return list(dataset.corpora(request)[split].documents)
+    args = prepare_module.Prepare(name, split=split)
+    return list(dataset.corpora(args, read_row)[split].documents)
 
 
 def test_rows_of_the_hub(tmp_path, monkeypatch):

@@ -24,20 +24,6 @@ SPLITS = ("train", "val", "test")
 STORIES = DATA / "stories.jsonl.xz"
 
 
-@dataclass(frozen=True)
-class Request:
-    """The options of a user for one dataset."""
-
-    name: str  # of the dataset
-    read_row: RowReader
-    source: tuple[Path, ...] = ()
-    val: tuple[Path, ...] = ()
-    test: tuple[Path, ...] = ()
-    split: str | None = None  # into which all documents go
-    repository: str = ""  # of the hub
-    config: str | None = None  # of the repository
-
-
 # (all documents, splits) -> the documents of each split
 Divide = Callable[[Corpus, tuple[str, ...]], dict[str, Corpus]]
 
@@ -66,29 +52,28 @@ class Dataset:
     field: str = "text"  # of a row, with the text
     config: str | None = None  # of a run on it; by default by tokenizer
 
-    def corpora(self, request: Request) -> dict[str, Corpus]:
-        """Return the documents of each split, not read yet."""
-        read_row = request.read_row
-        first = request.split or "train"
+    def corpora(self, args: Any, read_row: RowReader) -> dict[str, Corpus]:
+        """Return the documents of each split, not read yet. args: `Prepare`."""
+        first = args.split or "train"
         corpora = {}
-        if paths := request.source or self.shipped:
-            files = ((first, paths), ("val", request.val), ("test", request.test))
+        if paths := args.source or self.shipped:
+            files = ((first, paths), ("val", args.val), ("test", args.test))
             for split, paths in files:
                 if paths:
                     corpora[split] = local_files(paths, self.readers, read_row)
         elif self.url:
             url = self.url.format("valid" if first == "val" else first)
             corpora[first] = sources.downloaded_file(
-                request.name, url, self.readers, read_row
+                args.name, url, self.readers, read_row
             )
         else:
             split = "validation" if first == "val" else first
-            repository, config = self.hub or (request.repository, request.config)
+            repository, config = self.hub or (args.repository, args.config)
             corpora[first] = sources.hub_rows(
-                request.name, repository, config, split, read_row
+                args.name, repository, config, split, read_row
             )
         if self.divide:
-            splits = (request.split,) if request.split else self.splits
+            splits = (args.split,) if args.split else self.splits
             corpora = self.divide(corpora[first], splits)
         numbers = dict(zip(self.splits, self.numbers, strict=False))
         for split, corpus in corpora.items():

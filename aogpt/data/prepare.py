@@ -33,7 +33,7 @@ from ..runtime.files import clear_leftovers, staging, write_json
 from ..runtime.paths import DATA
 from ..runtime.validation import Count, check_value, check_values, flag
 from . import packing, tokenizers
-from .catalogue import DATASETS, SPLITS, Dataset, Request
+from .catalogue import DATASETS, SPLITS, Dataset
 from .detokenisers import detokenise
 from .loader import load_meta, read_tokens
 from .packing import SplitFile
@@ -164,18 +164,7 @@ def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:
     read_row: RowReader = partial(text_of, field=args.field)
     if dataset.protocol == "records":
         read_row = partial(example_of, field=args.field, prompt_field=args.prompt_field)
-    corpora = dataset.corpora(
-        Request(
-            args.name,
-            read_row,
-            source=args.source,
-            val=args.val,
-            test=args.test,
-            split=args.split,
-            repository=args.repository,
-            config=args.config,
-        )
-    )
+    corpora = dataset.corpora(args, read_row)
     meta = metadata(target.name, args, tokenizer, dataset, corpora)
     if is_finished(target, meta, args.overwrite):
         show(f"{target} holds this dataset already: nothing to do")

@@ -123,11 +123,9 @@ def visible(text: Any, one_line: bool = False) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a count and its noun, given in the plural: (1, "tokens are") -> "1 token
-    is"."""
+    """Return a count and its noun, given in the plural: (1, "tokens") -> "1 token"."""
     if count == 1:
-        noun = re.sub(r"(?<!Window)s\b", "", noun, count=1)
-        noun = noun.replace(" are ", " is ").replace(" have ", " has ")
+        noun = re.sub(r"s\b", "", noun, count=1)
     return f"{count:,} {noun}"
 
 

@@ -5,7 +5,6 @@ import os
 import platform
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from .command_line import show, visible
 from .errors import UserError
 from .files import to_json, write_atomically
-from .paths import PROJECT
 from .validation import expand_home
 
 if TYPE_CHECKING:
@@ -209,20 +207,6 @@ def versions() -> dict[str, str]:
         "torch": metadata.version("torch"),
         "numpy": metadata.version("numpy"),
     }
-
-
-def commit() -> str:
-    """Return the commit of this code, with "-dirty" if files outside results/ have
-    changed."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", *words], cwd=PROJECT, capture_output=True, text=True
-        ).stdout
-
-    changed = git("diff", "HEAD", "--name-only", "--", ".", ":!results")
-    name = git("describe", "--always").strip() or "unknown"
-    return f"{name}-dirty" if changed else name
 
 
 def command() -> str:
