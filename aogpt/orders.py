@@ -48,6 +48,7 @@ ORDER_KINDS = {
     "infill": OrderFacts(("share",)),
     "file": OrderFacts(("file",)),
 }
+BaseKind = Literal[*ORDER_KINDS]  # type: ignore[valid-type]
 # A mixture also has the settings of the kind that it mixes in.
 MIXABLE = dict.fromkeys(
     setting for kind in ORDER_KINDS.values() for setting in kind.settings
@@ -73,7 +74,7 @@ class OrderConfig:
     kind: OrderKind = "mixture"
     # share of left-to-right sequences, or of `mixed` ones (mixture)
     l2r_prob: Probability = 0.1
-    mixed: OrderKind = "l2r"  # in place of l2r (mixture)
+    mixed: BaseKind = "l2r"  # in place of l2r (mixture)
     block: Count = 32  # positions in a block (fixed_blockwise, random_blockwise, slots)
     seed: Seed = 0  # seed of the fixed permutation (fixed_random, fixed_blockwise)
     # probability to be in the first set (context_l2r); of the positions,
@@ -85,8 +86,6 @@ class OrderConfig:
     def __post_init__(self):
         check_values(self, name="order.{}".format)
         kind = self.base_kind
-        if kind == "mixture":
-            raise UserError("order.mixed is 'mixture'; give another kind")
         if kind == "file" and not self.file:
             raise UserError(
                 "order.kind is 'file': name a .npy file of orders with order.file, in "

@@ -67,11 +67,7 @@ class RecordEnd:
         """Draw a length from `least` to `most` for each number in [0, 1), from
         p(length) cut to these lengths."""
         most = min(most, self.longest)
-        if least > most:
-            raise UserError(
-                f"a record of at least {least} tokens does not fit: with its end it "
-                f"has at most {most + 1}"
-            )
+        assert least <= most, "a longer prompt is refused before"
         below = self.cumulative[least - 1] if least else 0
         total = self.cumulative[most] - below
         wanted = below + np.array(uniforms, dtype=np.float64) * total

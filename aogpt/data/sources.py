@@ -105,16 +105,10 @@ def find_reader(file: str, readers: dict[str, Reader]) -> Reader:
 @contextlib.contextmanager
 def unpacked(path: Path, name: str) -> Iterator[BinaryIO]:
     """Open a file, unpacked. name: as messages call it."""
-    suffix = path.suffix.lower()
+    unpack = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix.lower(), open)
     try:
-        if suffix == ".gz":
-            opened = gzip.open(path, "rb")
-        elif suffix == ".xz":  # .lzma has no checksum
-            opened = lzma.open(path, "rb", format=lzma.FORMAT_XZ)
-        else:
-            opened = path.open("rb")
-        with opened as file:
-            yield io.BufferedReader(file)
+        with unpack(path, "rb") as file:
+            yield file
     except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(
             f"{name}: damaged, cut short, or not a {path.suffix} file"

@@ -33,7 +33,7 @@ from ..runtime.validation import (
     Seed,
 )
 from ..systems import check_config, system_of
-from .removed_keys import without_removed_keys
+from .removed_keys import ADVICE, without_removed_keys
 from .warm_start import with_shape_of
 
 # Keys of [model] that are no options: details of published layouts, which a config
@@ -324,7 +324,7 @@ def check_orders(config: Config) -> None:
 def load_toml(path: str | Path) -> Config:
     """Read a config file; missing keys have their defaults. Raises UserError and
     OSError."""
-    values = without_removed_keys(validation.read_toml(Path(path)), str(path))
+    values = without_removed_keys(validation.read_toml(Path(path)))
     train = values.get("train")
     if isinstance(train, dict) and "steps" in train and train.get("epochs"):
         raise UserError(
@@ -335,7 +335,7 @@ def load_toml(path: str | Path) -> Config:
 
 def from_dict(values: dict, source: str) -> Config:
     """Return the configuration of a checkpoint; source: its path, for errors."""
-    return validation.from_values(without_removed_keys(values, source), Config, source)
+    return validation.from_values(without_removed_keys(values), Config, source, ADVICE)
 
 
 def from_command_line(arguments: list[str], description: str) -> Config:

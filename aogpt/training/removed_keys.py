@@ -1,11 +1,11 @@
 """Keys that the configuration no longer has. A run saves every key of its version, so
-its config loads only without them."""
+its config loads only without them; one that is not at its default is refused as an
+unknown key."""
 
 from typing import Any
 
-from ..runtime.validation import FileError
-
-LAST_COMMIT = "4349f6ec"  # the last one that has all of these keys
+# For a config that sets one, or an order that was removed.
+ADVICE = "the last commit that has all removed keys and orders is 4349f6ec"
 # Removed keys and the defaults that they had.
 DEFAULTS: dict[str, Any] = {
     "data.mix": [],
@@ -27,42 +27,16 @@ DEFAULTS: dict[str, Any] = {
     "checkpoint.minutes": 0.0,
     "wandb.project": "aogpt",
 }
-ORDERS = ("random_l2r", "sliding")  # removed kinds of orders
 
 
-def without_removed_keys(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """Return the tables of a config without removed keys. source: its file, for errors.
-    Raises FileError for a removed key that is not at its default, and for removed kinds
-    of orders."""
-    tables = {}
+def without_removed_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the tables of a config without removed keys at their defaults."""
+    tables = dict(config)
     for name, table in config.items():
-        if name == "schedule" and isinstance(table, list):
-            for stage in table:
-                check_order(stage.get("kind"), "schedule.kind", source)
-        if not isinstance(table, dict):
-            tables[name] = table
-            continue
-        tables[name] = {}
-        for key, value in table.items():
-            dotted = f"{name}.{key}"
-            if dotted in ("order.kind", "order.mixed"):
-                check_order(value, dotted, source)
-            if dotted not in DEFAULTS:
-                tables[name][key] = value
-            elif value != DEFAULTS[dotted]:
-                raise removed(dotted, value, source)
+        if isinstance(table, dict):
+            tables[name] = {
+                key: value
+                for key, value in table.items()
+                if f"{name}.{key}" not in DEFAULTS or value != DEFAULTS[f"{name}.{key}"]
+            }
     return tables
-
-
-def check_order(kind: Any, key: str, source: str) -> None:
-    """Raise FileError for a removed kind of orders."""
-    if kind in ORDERS:
-        raise removed(key, kind, source)
-
-
-def removed(key: str, value: Any, source: str) -> FileError:
-    """Return the error for a key or value that was removed."""
-    return FileError(
-        f"{source} sets {key} = {value!r}, which was removed; the last commit that has "
-        f"it is {LAST_COMMIT}"
-    )
