@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path, PurePosixPath
 
-from ..runtime.errors import UserError, reason_of
-from .sources import Corpus, RowReader, unix_text
+from ..runtime.errors import UserError
+from .sources import Corpus, RowReader, unix_text, unpacked
 
 COMMIT = "f9edc0ac68ef4d4bc6b16cbc1a3d68d5783a7e28"
 URL = f"https://github.com/mlschmitt/classic-books-markdown/archive/{COMMIT}.zip"
@@ -25,19 +25,13 @@ def books() -> list[dict[str, str]]:
 def read_books(path: Path, name: str, read_row: RowReader) -> Iterator[str]:
     """Yield the books of books.tsv, in its order. Raises UserError if one is missing or
     has another length than the one behind the results."""
-    try:
-        archive = zipfile.ZipFile(path)
-    except zipfile.BadZipFile as error:
-        raise UserError(
-            f"{name}: no .zip file ({reason_of(error)}); get it again"
-        ) from None
-    with archive:
+    with unpacked(path, name) as file, zipfile.ZipFile(file) as archive:
         files = {}
-        for file in archive.namelist():
-            place = PurePosixPath(file)
+        for member in archive.namelist():
+            place = PurePosixPath(member)
             author = place.parts[-2] if len(place.parts) > 2 else ""
             title = place.name.removesuffix(".md").strip()
-            files[_key(author, title)] = file
+            files[_key(author, title)] = member
         for book in books():
             key = _key(book["author"], book["title"])
             text = ""

@@ -16,6 +16,7 @@ import logging
 import lzma
 import shutil
 import tempfile
+import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -102,6 +103,9 @@ def find_reader(file: str, readers: dict[str, Reader]) -> Reader:
     )
 
 
+DAMAGED = (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile)
+
+
 @contextlib.contextmanager
 def unpacked(path: Path, name: str) -> Iterator[BinaryIO]:
     """Open a file, unpacked. name: as messages call it."""
@@ -109,7 +113,7 @@ def unpacked(path: Path, name: str) -> Iterator[BinaryIO]:
     try:
         with unpack(path, "rb") as file:
             yield file
-    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
+    except DAMAGED as error:
         raise UserError(
             f"{name}: damaged, cut short, or not a {path.suffix} file"
         ) from error

@@ -21,9 +21,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from annotated_types import Interval
 
 from ..runtime.errors import UserError, reason_of
 from ..runtime.files import write_atomically, write_json
@@ -45,7 +46,8 @@ ENDS = re.compile("</s>|<eos>|<.?end.?of.?(text|sentence).?>", re.IGNORECASE)
 # A key of the settings beside it in exports of earlier versions: {"file": its sha256,
 # "source": that of the file with the same ids for which it stands}.
 SOURCE = "aogpt_source"
-MAX_IDS = 1 << 22  # of a tokenizer.json; each needs memory, also in a hole
+# Of a tokenizer.json; each id needs memory, also one of no token.
+VocabSize = Annotated[int, Interval(ge=1, le=1 << 22)]
 ENGLISH = Path(__file__).with_name("english.tiktoken")
 # The sha256 of GPT-2's ids and tokens, without end-of-text (`is_gpt2s_vocabulary`).
 GPT2_SHA256 = "4c9d30e24aa2b6a802cbe721e72c4ea9f4ac076781eafb0686f6ae4019f7f130"
@@ -286,19 +288,15 @@ class HubTokenizer(Tokenizer):
         self.file = read_bounded(path)
         try:
             self.inner = tokenizers.Tokenizer.from_str(self.file.decode())
+            ids = self.inner.get_vocab(with_added_tokens=True)
+            self.vocab_size = max(ids.values(), default=-1) + 1
+            check_value(self.vocab_size, VocabSize, "the number of its ids")
         except Exception as error:  # the library raises Exception itself
             raise UserError(
                 f"{path} is not a tokenizer.json: {reason_of(error)}"
             ) from None
         self.inner.no_truncation()
         self.inner.no_padding()
-        ids = self.inner.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(ids.values(), default=-1) + 1
-        if not 0 < self.vocab_size <= MAX_IDS:
-            raise UserError(
-                f"{path} has {self.vocab_size:,} ids, with those of no token; 1 to "
-                f"{MAX_IDS:,} are read"
-            )
         self.settings = _json_beside(path, HUB_SETTINGS)
         self.starts, self.eot = _begin_and_end(
             self.inner, ids, path, self.settings, end_token
