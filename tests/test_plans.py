@@ -235,7 +235,7 @@ def test_what_is_not_a_plan_is_refused_by_name(make, words):
 
 def test_samples_that_cannot_be_are_a_user_error():
     model = make_system("AO-GPT", 0)
-    with pytest.raises(UserError, match="no samples"):
+    with pytest.raises(UserError, match="0 samples"):
         generate(model, order_plan(Samples(0, 4), "l2r"))
     with pytest.raises(UserError, match="vocab_size"):
         generate(model, order_plan(Samples(1, 4), "l2r"), vocab_size=0)
