@@ -47,7 +47,6 @@ from aogpt.runtime.errors import UserError
 from aogpt.runtime.processes import Processes
 from aogpt.training import checkpoint
 from aogpt.training import config as configuration
-from aogpt.training.config import WandbConfig
 from aogpt.training.optimizers import learning_rate
 from aogpt.training.val_losses import Loss
 
@@ -807,17 +806,3 @@ def test_a_full_disk_under_the_output_is_told_by_its_reason(data, tmp_path, driv
     said = driver.errors_of(path).read_text()
     assert "the output cannot be written: [Errno 28]" in " ".join(said.split())
     assert "Traceback" not in said
-
-
-@pytest.mark.slow(reason="starts wandb")
-def test_wandb_works_without_a_network_under_one_run_id_across_resumes(data, tmp_path):
-    config = tiny_config(
-        data, tmp_path, steps=6, wandb=WandbConfig("offline"), eval__interval=0
-    )
-    run_script("train.py", write_config(config))
-    run_script("train.py", write_config(change(config, train__steps=8)))
-    (run_id,) = (config.run_folder / "wandb_id").read_text().split()
-    records = list((config.run_folder / "wandb").glob("offline-run-*/run-*.wandb"))
-    assert [path.name for path in records] == [f"run-{run_id}.wandb"] * 2
-    assert all(path.stat().st_size > 0 for path in records)
-    assert list(metrics(config, "loss")) == list(range(1, 9))  # metrics.jsonl always
