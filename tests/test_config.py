@@ -180,7 +180,7 @@ REFUSED = [  # a config file, and what the message says besides the file's name
     (
         '[order]\nkind = "fixed_blockwise"\nblock = 2048',
         "block 2048",
-        "model.block_size 1024",
+        "model.block_size, 1024",
     ),
     ('[order]\nblock = 1\n[[schedule]]\nkind = "fixed_blockwise"', "order.block is 1"),
     ("[[schedule]]\nstep = 2\n[[schedule]]\nstep = 2", "schedule: steps must rise"),

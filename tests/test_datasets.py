@@ -439,7 +439,7 @@ def test_files_that_cannot_be_read(tmp_path, file, content, says):
             "text",
             "a.txt",
             {"val_fraction": 0.7},
-            "--val-fraction is 0.7; .* at most 0.5",
+            "--val-fraction is 0.7, .* at most 0.5",
         ),
         (
             "lambada",

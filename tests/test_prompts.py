@@ -103,7 +103,7 @@ def test_an_example_has_the_bytes_and_roles_of_its_parts(parts, last, end):
     [
         ("[GIVEN]a", "without its other mark"),
         ("[GIVEN]a[/GIVEN]", "no text to predict"),
-        ("", "is empty"),
+        ("", "no text to predict"),
     ],
 )
 def test_marks_that_do_not_fit_are_refused(example, says):

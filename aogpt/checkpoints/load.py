@@ -233,7 +233,7 @@ def download(repo: str, weights: tuple[str, ...]) -> Path:
             reason = reason_of(error)
     raise CheckpointError(
         f"there is no {repo} here or on Hugging Face ({reason}); give a run folder "
-        "(out/NAME), a checkpoint, weights, or a Hugging Face repo id (without a "
+        "(out/NAME) or a checkpoint, weights, or a Hugging Face repo id (without a "
         "network HF_HUB_OFFLINE=1 takes one that was downloaded before)"
     )
 

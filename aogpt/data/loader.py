@@ -168,11 +168,11 @@ class TokenDataset:
         self.shift = 0  # not 0 where a run had batches of another size before
         entry = self.meta["splits"][split]
         path = self.folder / entry["file"]
-        self._opened = {path: size_and_time(path)}
+        self._opened = {path: path.stat()}
         self.of_records = "roles" in entry  # whether there are roles (prompts.py)
         if self.of_records:
             path = self.folder / entry["roles"]["file"]
-            self._opened[path] = size_and_time(path)
+            self._opened[path] = path.stat()
             self._all_roles = np.memmap(path, np.uint8, mode="r")
         if block_size is not None:
             self.divide(block_size, max_tokens)
@@ -238,8 +238,10 @@ class TokenDataset:
         """Raise UserError or OSError if a file has another size or time than when it
         was opened."""
         for path, opened in self._opened.items():
+            now = path.stat()
+            is_other = now.st_size != opened.st_size
             # Reading beyond a shorter one raises SIGBUS.
-            if size_and_time(path) != opened:
+            if is_other or now.st_mtime_ns != opened.st_mtime_ns:
                 raise UserError(
                     f"{path} has changed since it was opened: see that it is whole "
                     "and start again"
@@ -312,12 +314,6 @@ class TokenDataset:
             order = shuffled(seed, int(epoch), self.num_blocks)
             indices[here] = order[places[here]]
         return indices
-
-
-def size_and_time(path: Path) -> tuple[int, int]:
-    """Return the size of a file, and when it was last changed."""
-    stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns
 
 
 @functools.lru_cache(maxsize=4)  # a batch moves on to the next epoch, never back

@@ -7,7 +7,6 @@ reads a field of dates as times, and where one row of a field is a number it wri
 others in quotes; for a bad row it names no line. Here a field is a string, or an
 error."""
 
-import codecs
 import contextlib
 import glob
 import gzip
@@ -155,14 +154,20 @@ def read_jsonl(path: Path, name: str, read_row: RowReader) -> Iterator[str]:
 
 
 def read_json(path: Path, name: str, read_row: RowReader) -> Iterator[str]:
-    """Yield a document for each object in a list, or for each line of a file that does
-    not begin with one."""
+    """Yield a document for each object in a list, or for each line where a file of JSON
+    lines has this suffix."""
     with unpacked(path, name) as file:
         content = file.read()
-    if not content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+    try:
+        values = json_value(content, name)
+    except UserError as error:
+        if "Extra data" not in str(error):
+            raise
         yield from read_jsonl(path, name, read_row)
         return
-    yield from texts_of(json_value(content, name), read_row, name)
+    if not isinstance(values, list):  # JSON lines of one line
+        values = [values]
+    yield from texts_of(values, read_row, name)
 
 
 def text_of(row: dict, place: str, field: str, option: str = "--field") -> str:

@@ -19,7 +19,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..model import AOGPT, ModelConfig
 from ..runtime import devices
 from ..runtime.errors import UserError
-from ..runtime.validation import Count, check_value
 from .adaptive import adapt
 from .batch import Batch, CachedBatch, EncoderBatch, OnUnmasked, Tally
 from .cached import decoding_copy, make_steps
@@ -108,7 +107,8 @@ class Engine:
         rows that pad the token table are not tokens. batch_size: samples in flight,
         halved while memory runs out; None: all. compile: torch.compile the blocks,
         which takes minutes; on a GPU also take ragged attention and CUDA graphs."""
-        check_value(vocab_size, Count | None, "vocab_size")
+        if vocab_size is not None and vocab_size < 1:
+            raise UserError(f"vocab_size is {vocab_size}; give at least 1")
         self.choice = choice or TokenChoice()
         self.vocab_size = vocab_size
         self.batch_size = batch_size

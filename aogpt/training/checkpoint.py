@@ -273,6 +273,12 @@ def restore(state: State, path: Path, values: dict) -> None:
     """Fill a state from a checkpoint; any number of processes may have written it."""
     allocate_state(state.optimizers)
     tensors = named_tensors(state)
+    unknown = sorted(values["tensors"].keys() - tensors.keys())
+    if unknown:
+        raise CheckpointError(
+            f"{path} holds {unknown[0]}, which this run does not have; start another "
+            "with --name"
+        )
     store.read_tensors(path, values, tensors)
     state.average.updates.fill_(values["ema"]["updates"])
     for field in fields(Progress):
