@@ -20,7 +20,7 @@ from ..model import AOGPT, Transformer
 from ..objectives import evaluation_masks, score_entropy
 from ..orders import OrderConfig, Roles, orders_at
 from ..runtime.command_line import visible
-from ..runtime.devices import autocast, out_of_memory, release_memory, tf32
+from ..runtime.devices import out_of_memory, release_memory, tf32
 from ..runtime.processes import Processes
 from ..runtime.randomness import SCORED_ORDERS
 from ..sampling.engine import Engine
@@ -251,8 +251,11 @@ class BatchRunner:
             while row < share.stop:
                 end = min(row + self.batch_size, share.stop)
                 rows = eval_set.batch(range(row, end))
+                mixed = torch.autocast(
+                    device.type, dtype, enabled=dtype == torch.bfloat16
+                )
                 try:
-                    with autocast(device, dtype):
+                    with mixed:
                         part = work(eval_set.tokens(rows).to(device), rows).cpu()
                 except (MemoryError, RuntimeError) as error:
                     if self.batch_size == 1 or not out_of_memory(error):
