@@ -947,11 +947,3 @@ def log_probs_of_steps(model, tokens, order, steps, is_drafted=False):
     else:
         log_probs = token_log_probs(model, text, order, known=starts[None])
     return log_probs[0].where(is_generated, 0)
-
-
-def logits_given(model, tokens, context, target):
-    """Return a decoder's logits (V,) at one position of a row (T,) given its tokens at
-    `context`, which were predicted one by one."""
-    order = torch.tensor([order_through(context, target, len(tokens))])
-    hidden = model.hidden(tokens[None], order)
-    return model.head_logits(hidden)[0, len(context)]
