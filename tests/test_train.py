@@ -30,7 +30,6 @@ from helpers import (
     of_system,
     read_checkpoint,
     read_lines,
-    run_script,
     tiny_config,
     wait_for,
     write_config,

@@ -62,7 +62,6 @@ class Meta(TypedDict):
     split: NotRequired[str | None]
     notes: NotRequired[list[str]]
     settings: NotRequired[dict[str, Any]]
-    orders_sha256: NotRequired[str]  # of order.file, which train.py adds
 
 
 def find_dataset(name: str | Path) -> Path:
@@ -168,11 +167,12 @@ class TokenDataset:
         self.shift = 0  # not 0 where a run had batches of another size before
         entry = self.meta["splits"][split]
         path = self.folder / entry["file"]
-        self._opened = {path: path.stat()}
+        # Of each file, which a run saves and compares when it resumes.
+        self.files = {str(path): file_record(path, entry["sha256"])}
         self.of_records = "roles" in entry  # whether there are roles (prompts.py)
         if self.of_records:
             path = self.folder / entry["roles"]["file"]
-            self._opened[path] = path.stat()
+            self.files[str(path)] = file_record(path, entry["roles"]["sha256"])
             self._all_roles = np.memmap(path, np.uint8, mode="r")
         if block_size is not None:
             self.divide(block_size, max_tokens)
@@ -237,11 +237,10 @@ class TokenDataset:
     def check_unchanged(self) -> None:
         """Raise UserError or OSError if a file has another size or time than when it
         was opened."""
-        for path, opened in self._opened.items():
-            now = path.stat()
-            is_other = now.st_size != opened.st_size
+        for path, opened in self.files.items():
+            stat = Path(path).stat()
             # Reading beyond a shorter one raises SIGBUS.
-            if is_other or now.st_mtime_ns != opened.st_mtime_ns:
+            if [stat.st_size, stat.st_mtime_ns] != [opened["size"], opened["times"][0]]:
                 raise UserError(
                     f"{path} has changed since it was opened: see that it is whole "
                     "and start again"
@@ -314,6 +313,16 @@ class TokenDataset:
             order = shuffled(seed, int(epoch), self.num_blocks)
             indices[here] = order[places[here]]
         return indices
+
+
+def file_record(path: Path, sha256: str) -> dict:
+    """Return the checksum, size and times of a file."""
+    stat = path.stat()
+    return {
+        "sha256": sha256,
+        "size": stat.st_size,
+        "times": [stat.st_mtime_ns, stat.st_ctime_ns],
+    }
 
 
 @functools.lru_cache(maxsize=4)  # a batch moves on to the next epoch, never back

@@ -16,10 +16,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..checkpoints import CheckpointError, store
-from ..data.loader import TokenDataset
+from ..data.loader import ADVICE, TokenDataset
 from ..data.tokenizers import other_tokenizer
 from ..model import Transformer
 from ..runtime.errors import UserError, reason_of
+from ..runtime.files import sha256_file
 from ..runtime.processes import Processes
 from . import config as configuration
 from . import parallel
@@ -80,6 +81,8 @@ def start(config: Config, data_meta: Mapping[str, Any], procs: Processes) -> Sta
     else:
         path, values = newest
         check_same_run(config, data_meta, path, values, procs.print0)
+        files = values["data"].get("files", {})
+        check_same_files(files, data_meta.get("files", {}), procs)
         values["best"] = known_best(config, data_meta, path, values, procs.print0)
     # empty: drawing the weights of a large model, to be replaced, would take minutes
     model = parallel.build(config, procs, weights, empty=newest is not None)
@@ -172,11 +175,9 @@ def changes_of(
     changes = configuration.differences(old, config)
     for key, pair in other_tokenizer(old_meta, meta).items():
         changes[f"data.{key}"] = pair
-    orders = f"the orders in {config.order.file}"
-    for key, name in (("eot", "data.eot"), ("orders_sha256", orders)):
-        pair = (old_meta.get(key), meta.get(key))
-        if None not in pair and pair[0] != pair[1]:
-            changes[name] = pair
+    ends = (old_meta.get("eot"), meta.get("eot"))
+    if None not in ends and ends[0] != ends[1]:
+        changes["data.eot"] = ends
     for split in ("train", "val"):
         before = checksums_of(old_meta, split)
         after = checksums_of(meta, split)
@@ -199,6 +200,7 @@ def measure_of(config: Config, meta: Mapping[str, Any]) -> tuple:
     """Return everything that the validation losses of a run are measured with, for a
     comparison: also the SHA-256 of a file of orders."""
     orders, name = validation_orders(config)
+    order_file = meta.get("files", {}).get(str(Path(config.order.file)), {})
     return (
         config.seed,
         config.eval.sequences,
@@ -206,7 +208,7 @@ def measure_of(config: Config, meta: Mapping[str, Any]) -> tuple:
         checksums_of(meta, "val"),
         orders,
         name,
-        meta.get("orders_sha256"),
+        order_file.get("sha256"),
     )
 
 
@@ -239,6 +241,25 @@ def better_of(best: dict | None, step: int, loss: float) -> dict | None:
     if math.isfinite(loss) and (best is None or loss < best["loss"]):
         return {"step": step, "loss": loss}
     return best
+
+
+def check_same_files(
+    before: Mapping[str, dict], now: Mapping[str, dict], procs: Processes
+) -> None:
+    """Print which files of the data hold other data than at a checkpoint; the main
+    process reads those of other sizes or times. Raises UserError for one that does not
+    match its checksum."""
+    for path, recorded in now.items():
+        old = before.get(path)
+        if recorded == old or not procs.main:
+            continue
+        if sha256_file(Path(path)) != recorded["sha256"]:
+            raise UserError(
+                f"{path} has changed since the run last started: it does not match its "
+                f"checksum; copy it, or {ADVICE}"
+            )
+        if old and recorded["sha256"] != old["sha256"]:
+            procs.print0(f"{path} holds other data than when the run last started")
 
 
 def named_tensors(state: State) -> dict[str, Tensor]:
