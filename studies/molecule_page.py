@@ -118,9 +118,9 @@ SETTING = (
 )
 NOT_SHOWN = (
     "Equal operations; half and whole epochs; other seeds; 30,000 samples of AO-GPT "
-    "and the encoder; SELFIES in place of SMILES; orders that are learned or that take rings first; samples below "
-    "temperature 1; a GPT's best of eight fillings; speeds on an idle machine (seconds "
-    "are of one core beside other work)."
+    "and the encoder; SELFIES in place of SMILES; orders that are learned or that take "
+    "rings first; samples below temperature 1; a GPT's best of eight fillings; speeds "
+    "on an idle machine (seconds are of one core beside other work)."
 )
 
 Rows = dict[str, dict[str, dict]]

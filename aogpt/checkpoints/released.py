@@ -328,7 +328,8 @@ def _without_tied_head(state: dict) -> dict[str, Tensor]:
 
 
 def _width(state: dict, name: str) -> int:
-    """Return the number of columns of a matrix; 1, which the model refuses, where there
-    is no matrix of this name."""
-    matrix = state.get(name, torch.empty(0))
-    return matrix.shape[1] if matrix.dim() == 2 else 1
+    """Return the number of columns of a matrix. Raises UserError where there is no
+    matrix of this name."""
+    if name not in state or state[name].dim() != 2:
+        raise UserError(f"it lacks {name}, a matrix")
+    return state[name].shape[1]

@@ -17,6 +17,12 @@ from ..systems import build_model, build_on_meta
 from .config import Config
 from .warm_start import check_start, differing_keys, warm_start
 
+# On a source whose own score leaves out what a run learns to predict from [None].
+FIRST_TOKENS = (
+    "it has no start token: the losses of this run are also of the first token of a "
+    "block; to score the same tokens of both: python eval_ppl.py RUN {source}"
+)
+
 
 def weights_to_start_from(
     config: Config, data_meta: Mapping[str, Any], procs: Processes
@@ -33,6 +39,8 @@ def weights_to_start_from(
         changed.append(f"model.{name} = {now!r} (was {before!r})")
     if changed:
         procs.print0(f"other than in its source: {', '.join(changed)}")
+    if source.scored_from and not config.model.is_encoder:
+        procs.print0(FIRST_TOKENS.format(source=config.train.init_from))
     return weights
 
 

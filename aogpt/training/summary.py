@@ -27,6 +27,27 @@ def first_lines(config: Config, state: State, data: TokenDataset) -> Iterator[st
         f"step, {epochs:.3g} epochs; run folder {config.run_folder}"
     )
     yield from data.meta.get("notes", [])
+    yield from notes_on_records(config, data)
+
+
+def notes_on_records(config: Config, data: TokenDataset) -> Iterator[str]:
+    """Yield notes for a run on records: on ends that other orders than left to right
+    do not learn, and on a model that cannot see where a record begins."""
+    m = config.model
+    orders, _ = config.last_stage()
+    if "lengths" not in data.meta["splits"][data.split]:
+        return
+    if not data.end_given and not m.l2r_only and not orders.is_l2r:
+        yield (
+            "note: samples of this run end from left to right alone (--until-end); set "
+            "data.end = 'given' to have records that end in any order"
+        )
+    hides_beginning = m.is_encoder or m.target == "mask_query" or m.start == "hidden"
+    if m.position == "rotary" and hides_beginning:
+        yield (
+            "note: with rotary positions alone this model knows distances between "
+            "tokens, not where a record begins: set model.position = 'both'"
+        )
 
 
 def last_line(
