@@ -514,7 +514,8 @@ def page(
         "",
         "Three claims were committed before the first run (*confirmed*, *opposite*, "
         "*undecided*); all other numbers are *observed*. Scale: 0.8M parameters, a "
-        "quarter of an epoch of MOSES.",
+        "quarter of an epoch of MOSES. The model in the clone is the one with a "
+        "[MASK]; [what it takes and what not](molecules_model/README.md).",
         "",
         *claim_lines(claims, rows),
         "",

@@ -299,6 +299,22 @@ def test_the_example_of_minimal_pairs(books, monkeypatch, capsys, tmp_path):
             example("minimal_pairs").main("MODEL", str(pairs))
 
 
+def test_the_example_of_surprisal(books, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(aogpt, "load", lambda path: books)
+    items = tmp_path / "items.tsv"
+    items.write_text("The carpenter went home.\tcarpenter\n")
+    example("surprisal").main("MODEL", str(items))
+    _, row = capsys.readouterr().out.splitlines()
+    before, with_it = books.score(["The", "The carpenter"])
+    (joint,) = books.score(["The carpenter went home."], predict=[(4, 13)])
+    numbers = f"{joint.scored},{with_it.nats - before.nats:.3f},{joint.nats:.3f}"
+    assert row == f"The carpenter went home.,carpenter,{numbers}"
+    for bad in ("Without a tab.", "The cat and the cat.\tcat", "The cat.\t"):
+        items.write_text(f"The cat.\tcat\n{bad}\n")
+        with pytest.raises(aogpt.UserError, match="line 2: write a sentence, a tab"):
+            example("surprisal").main("MODEL", str(items))
+
+
 def test_the_example_of_substitutions(monkeypatch, capsys):
     """A single score is the difference of two joints; so is a double one."""
     text = of_letters("AO-GPT", "abcd")

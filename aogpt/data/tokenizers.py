@@ -247,7 +247,7 @@ class AlphabetTokenizer(Tokenizer):
             around = text[max(place - 20, 0) : place + 20]
             raise UserError(
                 f"{error} is not in the alphabet {self.letters!r}; add it, or leave "
-                f"such text out: {around!r}"
+                f"such text out, near {around!r}"
             ) from None
 
 
