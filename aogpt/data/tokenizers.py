@@ -288,15 +288,15 @@ class HubTokenizer(Tokenizer):
         self.file = read_bounded(path)
         try:
             self.inner = tokenizers.Tokenizer.from_str(self.file.decode())
-            ids = self.inner.get_vocab(with_added_tokens=True)
-            self.vocab_size = max(ids.values(), default=-1) + 1
-            check_value(self.vocab_size, VocabSize, "the number of its ids")
         except Exception as error:  # the library raises Exception itself
             raise UserError(
                 f"{path} is not a tokenizer.json: {reason_of(error)}"
             ) from None
         self.inner.no_truncation()
         self.inner.no_padding()
+        ids = self.inner.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(ids.values(), default=-1) + 1
+        check_value(self.vocab_size, VocabSize, f"{path}: the number of its ids")
         self.settings = _json_beside(path, HUB_SETTINGS)
         self.starts, self.eot = _begin_and_end(
             self.inner, ids, path, self.settings, end_token
