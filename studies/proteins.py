@@ -62,24 +62,29 @@ class Variant:
 def read_assay(file: Path, sequence: str | None) -> tuple[str, list[Variant]]:
     """Return the wild type and the variants of an assay. Raises UserError for a row
     that cannot be read, or that does not fit the wild type."""
-    with file.open(newline="") as stream:
+    with file.open(newline="", encoding="utf-8-sig") as stream:
         reader = csv.DictReader(stream)
         columns = reader.fieldnames or ()
         for name in ("mutant", "DMS_score"):
             if name not in columns:
-                raise UserError(f"{file} has no column {name!r}")
+                raise UserError(
+                    f"{file} has no column {name!r}, but {', '.join(columns)}"
+                )
         rows = list(reader)
     if not rows:
         raise UserError(f"{file} has no rows")
     variants = []
     for number, row in enumerate(rows, 2):  # below the line of names
         try:
-            variants.append(variant_of(row))
+            variant = variant_of(row)
+            mutated = row.get("mutated_sequence")
             if sequence is None:
-                if not row.get("mutated_sequence"):
+                if not mutated:
                     raise UserError("give --sequence, the wild type")
-                sequence = variants[-1].applied(row["mutated_sequence"], undo=True)
-            variants[-1].applied(sequence)  # raises an error if it does not fit
+                sequence = variant.applied(mutated, undo=True)
+            if mutated not in (None, "", variant.applied(sequence)):
+                raise UserError("mutated_sequence is not the wild type with the mutant")
+            variants.append(variant)
         except UserError as error:
             raise UserError(f"{file}, line {number}: {error}") from None
     assert sequence is not None

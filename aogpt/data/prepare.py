@@ -189,7 +189,7 @@ def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:
         )
         options = f"--name {shlex.quote(target.name)} --data.folder {place}"
         if "lengths" in meta["splits"]["train"]:  # records that end
-            options += " --data.end given"
+            options += f" --data.end given --model.block-size {meta['block_size']}"
         show(f"next: python train.py {config} {options}")
     return target
 
