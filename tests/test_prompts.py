@@ -68,7 +68,8 @@ def test_lengths_of_records_are_counted_by_split(tmp_path, capsys):
         total.update(entries[split]["lengths"])
     assert total == {"3": 2, "7": 1}
     assert entries["test"]["lengths"] == {"15": 1}
-    assert f"--data.folder {folder} --data.end given\n" in capsys.readouterr().out
+    options = f"--data.folder {folder} --data.end given --model.block-size 16\n"
+    assert options in capsys.readouterr().out
     text = prepared("text", tmp_path / "p", source)
     assert "lengths" not in load_meta(text)["splits"]["train"]
     assert f"--data.folder {text}\n" in capsys.readouterr().out
