@@ -909,7 +909,7 @@ DRAFTED = speculative_plan(Samples(1, 4), draft=2)
             "AO-GPT",
             DRAFTED,
             {"forced": torch.zeros(1, 4).long()},
-            "speculation draws its own",
+            "speculation draws its tokens",
         ),
         ("RADD", DRAFTED, {}, "speculation needs causal"),
         ("GPT-2", DRAFTED, {}, "plain GPT"),

@@ -134,7 +134,7 @@ def load(
             pretrained.check_length(loaded.window, block_size)
     except CheckpointError:
         raise
-    except (UserError, SafetensorError) as error:
+    except (UserError, SafetensorError, FileNotFoundError) as error:
         raise CheckpointError(f"{file} cannot be used: {error}; {SUPPORTED}") from error
     limit = model.config.mask_token or model.config.vocab_size
     count = loaded.vocab_size

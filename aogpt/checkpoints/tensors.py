@@ -64,9 +64,9 @@ def read_weights(path: Path) -> LazyTensors | dict:
 
 def read_file(path: Path) -> LazyTensors | dict:
     """Return the tensors of one file, as `read_weights` does."""
+    with open_regular(path) as file:
+        magic = file.read(9)
     try:
-        with open_regular(path) as file:
-            magic = file.read(9)
         # safetensors: the length of the header in 8 bytes, then its JSON.
         if magic[8:] == b"{":
             check_names(path)

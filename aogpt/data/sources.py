@@ -8,6 +8,7 @@ others in quotes; for a bad row it names no line. Here a field is a string, or a
 error."""
 
 import contextlib
+import functools
 import glob
 import gzip
 import io
@@ -52,8 +53,11 @@ def source_files(paths: Iterable[Path], readers: dict[str, Reader]) -> tuple[Pat
             continue
         inside = [p for p in path.rglob("*") if not is_hidden(p.relative_to(path))]
         readable = [p for p in inside if p.is_file() and reader_of(p, readers)]
-        # A folder without any is itself of no kind: `find_reader` says so.
-        files += sorted(readable) or [path]
+        if not readable:
+            raise UserError(
+                f"{path}: there is no file of a known kind ({', '.join(readers)})"
+            )
+        files += sorted(readable)
     if len({path.resolve() for path in files}) < len(files):
         raise UserError("a file is given twice; leave it out")
     return tuple(files)
@@ -108,7 +112,8 @@ DAMAGED = (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile, zipfile.BadZi
 @contextlib.contextmanager
 def unpacked(path: Path, name: str) -> Iterator[BinaryIO]:
     """Open a file, unpacked. name: as messages call it."""
-    unpack = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix.lower(), open)
+    read_xz = functools.partial(lzma.open, format=lzma.FORMAT_XZ)  # .lzma: no checksum
+    unpack = {".gz": gzip.open, ".xz": read_xz}.get(path.suffix.lower(), open)
     try:
         with unpack(path, "rb") as file:
             yield file

@@ -304,15 +304,12 @@ class Engine:
             if given.any():
                 raise UserError("the plan has given positions: pass their tokens")
             tokens = torch.zeros_like(plan.order)
-        looks_ahead = (
-            plan.unmask_by != "order" and rule_of(plan.unmask_by).needs_targets
-        )
-        if (forced is None and looks_ahead) or (forced is not None and plan.draft):
-            raise UserError(
-                "the oracle's order needs forced tokens, and speculation draws its own"
-            )
         if forced is not None:  # nothing is drawn
+            if plan.draft:
+                raise UserError("speculation draws its tokens; force none")
             uniforms = torch.zeros(plan.order.shape, dtype=torch.float64)
+        elif plan.unmask_by != "order" and rule_of(plan.unmask_by).needs_targets:
+            raise UserError(f"the {plan.unmask_by} order needs forced tokens")
         if not isinstance(uniforms, Tensor):
             uniforms = torch.rand(
                 plan.order.shape, generator=uniforms, dtype=torch.float64

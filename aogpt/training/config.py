@@ -33,7 +33,7 @@ from ..runtime.validation import (
     Seed,
 )
 from ..systems import check_config, system_of
-from .removed_keys import ADVICE, without_removed_keys
+from .removed_keys import advice_on, without_removed_keys
 from .warm_start import with_shape_of
 
 # Keys of [model] that are no options: details of published layouts, which a config
@@ -330,12 +330,13 @@ def load_toml(path: str | Path) -> Config:
         raise UserError(
             f"{path} has train.steps and train.epochs: leave one of them out"
         )
-    return validation.from_values(values, Config, str(path))
+    return validation.from_values(values, Config, str(path), advice_on(values))
 
 
 def from_dict(values: dict, source: str) -> Config:
     """Return the configuration of a checkpoint; source: its path, for errors."""
-    return validation.from_values(without_removed_keys(values), Config, source, ADVICE)
+    values = without_removed_keys(values)
+    return validation.from_values(values, Config, source, advice_on(values))
 
 
 def from_command_line(arguments: list[str], description: str) -> Config:

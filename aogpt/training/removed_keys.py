@@ -4,8 +4,8 @@ unknown key."""
 
 from typing import Any
 
-# For a config that sets one, or an order that was removed.
 ADVICE = "the last commit that has all removed keys and orders is 4349f6ec"
+ORDERS = ("random_l2r", "sliding")  # removed kinds
 # Removed keys and the defaults that they had.
 DEFAULTS: dict[str, Any] = {
     "data.mix": [],
@@ -40,3 +40,14 @@ def without_removed_keys(config: dict[str, Any]) -> dict[str, Any]:
                 if f"{name}.{key}" not in DEFAULTS or value != DEFAULTS[f"{name}.{key}"]
             }
     return tables
+
+
+def advice_on(config: dict[str, Any]) -> str:
+    """Return what to say of a mistake in the tables of a config: ADVICE if they still
+    have a removed key or order."""
+    for name, table in config.items():
+        keys = table if isinstance(table, dict) else ()
+        if any(f"{name}.{key}" in DEFAULTS for key in keys):
+            return ADVICE
+    has_order = any(repr(kind) in str(config) for kind in ORDERS)
+    return ADVICE if has_order else ""

@@ -47,5 +47,5 @@ if __name__ == "__main__":
         sys.exit("usage: surprisal.py MODEL FILE")
     try:
         main(*sys.argv[1:])
-    except (aogpt.UserError, OSError) as error:
+    except (aogpt.UserError, UnicodeDecodeError, OSError) as error:
         sys.exit(f"error: {error}")
