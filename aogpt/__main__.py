@@ -152,8 +152,8 @@ def score(
         totals = f"{-scored.nats:9.3f} nats, {scored.scored} tokens"
         if scored.bits_per_byte is not None:
             totals += f", {scored.bits_per_byte:.4f} bits a byte"
-        if orders > 1:
-            error = getattr(scored, "standard_error", 0.0)
+        if orders > 1:  # of --predict alone, so this is a `Joint`
+            error = scored.standard_error
             totals += f"; averaged over orders, ± {error:.3f}; above: the first one"
         lines.append(totals)
     words.show(scores, lines)

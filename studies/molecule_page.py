@@ -95,7 +95,7 @@ HOLES = {
     "scaffold": "all but the scaffold",
     "ring": "the largest ring system",
 }
-FEWER = (
+COMPARABLE = (
     "All but *valid* is of the valid molecules. FCD and Scaf depend on how many there "
     "are, so in these two only the GPT's row can be set beside published ones, and "
     "roughly: our measures of 30,000 training molecules differ from the published row "
@@ -296,7 +296,7 @@ def published_rows() -> dict[str, list[str]]:
 def sample_rows(
     rows: Rows, titles: dict[str, str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the row of the most samples of each system and mode, with what they are."""
+    """Yield the name of each system and mode, and its row of the most samples."""
     for system, title in titles.items():
         measures = rows.get(system, {})
         for mode in MODES:
@@ -326,7 +326,7 @@ def samples_table(rows: Rows, titles: dict[str, str]) -> list[str]:
         valid = round(count * row["valid"])
         lines.append([name, parameters, "0.25", f"{count:,}", f"{valid:,}", *cells])
     head = ["", "parameters", "epochs", "made", "of these valid", *COLUMNS.values()]
-    return [*markdown_table(head, lines), "", FEWER]
+    return [*markdown_table(head, lines), "", COMPARABLE]
 
 
 def name_of(title: str, mode: str) -> str:

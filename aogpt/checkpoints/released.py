@@ -65,7 +65,7 @@ def read(
         config, state, names = LAYOUTS[system].read(state, values)
         if uses_average:
             state = _averaged(state, average, names)
-        # The model has no place for those that keep their name.
+        # One that keeps its name has no place in the model, and is refused there.
         tensors = renamed(state, lambda name: names.get(name, name))
     except UserError as error:
         raise UserError(f"its tensors are named as in {system}, but {error}") from None

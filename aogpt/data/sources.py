@@ -112,7 +112,8 @@ DAMAGED = (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile, zipfile.BadZi
 @contextlib.contextmanager
 def unpacked(path: Path, name: str) -> Iterator[BinaryIO]:
     """Open a file, unpacked. name: as messages call it."""
-    read_xz = functools.partial(lzma.open, format=lzma.FORMAT_XZ)  # .lzma: no checksum
+    # Without the format it would take .lzma, too, which has no checksum.
+    read_xz = functools.partial(lzma.open, format=lzma.FORMAT_XZ)
     unpack = {".gz": gzip.open, ".xz": read_xz}.get(path.suffix.lower(), open)
     try:
         with unpack(path, "rb") as file:
@@ -166,7 +167,7 @@ def read_json(path: Path, name: str, read_row: RowReader) -> Iterator[str]:
     try:
         values = json_value(content, name)
     except UserError as error:
-        if "Extra data" not in str(error):
+        if not str(error.__cause__).startswith("Extra data"):
             raise
         yield from read_jsonl(path, name, read_row)
         return

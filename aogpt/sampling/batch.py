@@ -136,7 +136,7 @@ class Batch:
         (B, T + 1); it means something for candidates alone. With two rows of 5 and 2
         inputs, of which the last 2 and 1 predict places 3, 4 and 1: index[0, 3:5] is
         3 4, and index[1, 1] is 6."""
-        raise NotImplementedError
+        raise NotImplementedError  # by design: see Batch
 
     def prefer(
         self, step: Step, hidden: Tensor, index: Tensor, by: Sequence[str] | None = None
@@ -243,12 +243,12 @@ class Batch:
     ) -> Tensor:
         """Return the inputs of a pass that predicts the candidates after `known`
         tokens, of rows (B,) or of all steps (G, B), on the host."""
-        raise NotImplementedError
+        raise NotImplementedError  # by design: see Batch
 
     def inputs_kept(self, known: Tensor, targets_fixed: bool = True) -> Tensor:
         """Return how many inputs are in the cache after a pass with `known` tokens; see
         `cached.inputs_kept`."""
-        raise NotImplementedError
+        raise NotImplementedError  # by design: see Batch
 
 
 class CachedBatch(Batch):

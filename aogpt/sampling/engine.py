@@ -314,12 +314,14 @@ class Engine:
             uniforms = torch.rand(
                 plan.order.shape, generator=uniforms, dtype=torch.float64
             )
-        if tokens.shape == plan.order.shape:
+        if tokens.shape == plan.order.shape:  # another one is refused below
             tokens = tokens.cpu().where(given, 0)
         ids = c.vocab_size if c.mask_token is None else c.mask_token
-        inputs = {"tokens": (tokens, ids), "forced": (forced, ids)}
-        inputs["uniforms"] = (uniforms, 1)
-        for name, (values, end) in inputs.items():
+        for name, values, end in (
+            ("tokens", tokens, ids),
+            ("forced", forced, ids),
+            ("uniforms", uniforms, 1),
+        ):
             if values is None:
                 continue
             is_inside = ((values >= 0) & (values < end)).all()

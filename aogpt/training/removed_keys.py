@@ -49,5 +49,6 @@ def advice_on(config: dict[str, Any]) -> str:
         keys = table if isinstance(table, dict) else ()
         if any(f"{name}.{key}" in DEFAULTS for key in keys):
             return ADVICE
+    # An order stands in [order], there also as `mixed`, or in a stage of the schedule.
     has_order = any(repr(kind) in str(config) for kind in ORDERS)
     return ADVICE if has_order else ""

@@ -28,10 +28,10 @@ def main(path: str, file: str) -> None:
     model = aogpt.load(path)
     table = csv.writer(sys.stdout)
     table.writerow(["sentence", "word", "tokens", "left to right", "given the rest"])
-    for sentence, word in items:
+    scores = model.score([sentence for sentence, _ in items])
+    for (sentence, word), along in zip(items, scores, strict=True):
         start = sentence.index(word)
         (joint,) = model.score([sentence], predict=[(start, start + len(word))])
-        (along,) = model.score([sentence])
         of_word = []
         for given_rest, given_left in zip(
             joint.log_probs, along.log_probs, strict=True
