@@ -281,8 +281,6 @@ def read_prompts(a: Arguments) -> list[Request]:
         if a.prompts.suffix == ".jsonl":
             prompt = from_json(line, Prompt, place)
         requests.append(Request(place, prompt.prompt, prompt.length))
-    if not requests:
-        raise UserError(f"--prompts {a.prompts}: it has no prompt; write one per line")
     return requests
 
 

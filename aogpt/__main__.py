@@ -72,10 +72,7 @@ class Words:
                     show_note(f"{text!r} is taken as a text; --file reads the file")
             return self.texts
         path = Path("/dev/stdin" if self.file == "-" else self.file)
-        lines = [line for _, line in read_lines(path)]
-        if not lines:
-            raise UserError(f"--file {path}: it has no text; write one a line")
-        return lines
+        return [line for _, line in read_lines(path)]
 
     def show(self, answers: Iterable[Any], lines: Iterable[str]) -> None:
         """Print answers in words, or each as a line of JSON."""

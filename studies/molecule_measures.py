@@ -25,7 +25,8 @@ from aogpt.evaluation.likelihood import token_nll
 from aogpt.model import ModelConfig
 from aogpt.orders import parse_order
 from aogpt.runtime.command_line import show
-from aogpt.runtime.files import json_object, read_lines, write_jsonl
+from aogpt.runtime.files import read_lines, write_jsonl
+from aogpt.runtime.validation import from_json
 from studies.molecule_parts import ring_system, scaffold, unknown_letters, with_masks
 from studies.moses import Moses, canonical, measures, read_molecule
 from studies.runs import commit, rows_by, run_well
@@ -188,7 +189,7 @@ def sampled(run: Path, mode: str, count: int, is_gpt: bool) -> list[dict]:
         if is_gpt:
             words.append("--until-end")
         run_well("sample.py", str(run), *words, "--jsonl", str(file))
-        return [json_object(text, place) for place, text in read_lines(file)]
+        return [from_json(text, dict, place) for place, text in read_lines(file)]
 
 
 def measure_samples(

@@ -16,8 +16,9 @@ import tyro
 
 from aogpt.runtime.command_line import run_script, with_help
 from aogpt.runtime.errors import UserError
-from aogpt.runtime.files import json_object, read_lines
+from aogpt.runtime.files import read_lines
 from aogpt.runtime.outputs import OutputOptions, Outputs
+from aogpt.runtime.validation import from_json
 from studies.chorales import REST, VOICES, name_of, pitches_of
 
 TICKS = 24  # in a sixteenth
@@ -48,7 +49,7 @@ def main() -> None:
         raise UserError("give --midi FILE, --svg FILE or both")
     samples = []
     for place, line in read_lines(a.samples):
-        sample = json_object(line, place)
+        sample = from_json(line, dict, place)
         samples.append(pitches_of(sample["tokens"]))
     files = {"--midi": a.midi, "--svg": a.svg}
     with Outputs(files, [a.samples], a.overwrite) as outputs:

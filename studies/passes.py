@@ -14,9 +14,9 @@ import tyro
 
 from aogpt.evaluation.text_measures import mean_and_error
 from aogpt.runtime.command_line import run_script, show, with_help
-from aogpt.runtime.files import json_object, read_lines, write_json
+from aogpt.runtime.files import read_lines, write_json
 from aogpt.runtime.outputs import markdown_table
-from aogpt.runtime.validation import Count, check_values
+from aogpt.runtime.validation import Count, check_values, from_json
 from studies.runs import run_well
 
 
@@ -55,7 +55,7 @@ def measured(a: Arguments, mode: str) -> dict:
         file = Path(folder) / "samples.jsonl"
         run_well(*command, "--jsonl", str(file))
         for place, line in read_lines(file):
-            sample = json_object(line, place)
+            sample = from_json(line, dict, place)
             values.append(len(sample["tokens"]) / sample["nfe"])
     mean, error = mean_and_error(values)
     return {

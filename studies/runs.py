@@ -10,7 +10,8 @@ import tempfile
 from pathlib import Path
 
 from aogpt.runtime.errors import UserError
-from aogpt.runtime.files import json_object, read_lines, write_text
+from aogpt.runtime.files import read_lines, write_text
+from aogpt.runtime.validation import from_json
 from aogpt.training import config as configuration
 from aogpt.training.config import Config
 from aogpt.training.val_losses import best_by, read_metrics
@@ -42,7 +43,7 @@ def rows_by(key: str, file: Path) -> dict[str, dict]:
     rows = {}
     if file.exists():
         for place, text in read_lines(file):
-            row = json_object(text, place)
+            row = from_json(text, dict, place)
             rows[row[key]] = row
     return rows
 

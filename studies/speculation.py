@@ -26,14 +26,9 @@ from pathlib import Path
 import tyro
 
 from aogpt.runtime.command_line import run_script, show, with_help
-from aogpt.runtime.files import (
-    json_object,
-    read_lines,
-    write_atomically,
-    write_jsonl,
-    write_text,
-)
+from aogpt.runtime.files import read_lines, write_atomically, write_jsonl, write_text
 from aogpt.runtime.outputs import markdown_table
+from aogpt.runtime.validation import from_json
 from studies.drawing import new_figure, png
 from studies.figures import PALETTE
 from studies.ngrams import divergences
@@ -172,7 +167,7 @@ def measured(name: str, mode: str, samples: int, length: int) -> dict:
         report = report_of("eval_gen.py", str(file), "--judge", MODEL)
         tokens = []
         for place, line in read_lines(file):
-            tokens.append(json_object(line, place)["tokens"])
+            tokens.append(from_json(line, dict, place)["tokens"])
     row.update(report["rows"][0])
     row.update(divergences(tokens, REFERENCE))
     row.pop("per_sample")

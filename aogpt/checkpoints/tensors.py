@@ -12,8 +12,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..runtime.errors import UserError, reason_of
-from ..runtime.files import parse_json
-from ..runtime.validation import FileName, check_value, open_regular, read_json
+from ..runtime.validation import (
+    FileName,
+    check_value,
+    open_regular,
+    parse_json,
+    read_json,
+)
 from .store import CheckpointError
 
 INDEX = "model.safetensors.index.json"  # of weights in several files

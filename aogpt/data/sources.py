@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..runtime.errors import UserError, reason_of
-from ..runtime.files import as_object, json_object, json_value, lines_of, sha256_file
+from ..runtime.files import lines_of, sha256_file
+from ..runtime.validation import FileError, check_value, from_json
 
 RowReader = Callable[[dict, str], str]  # (row, its place for messages) -> document
 # (file, its name for messages, how rows are read) -> documents
@@ -156,7 +157,7 @@ def read_jsonl(path: Path, name: str, read_row: RowReader) -> Iterator[str]:
     """Yield a document for each row of JSON."""
     with unpacked(path, name) as file:
         for place, line in lines_of(file, name):
-            yield read_row(json_object(line, place), place)
+            yield read_row(from_json(line, dict, place), place)
 
 
 def read_json(path: Path, name: str, read_row: RowReader) -> Iterator[str]:
@@ -165,9 +166,9 @@ def read_json(path: Path, name: str, read_row: RowReader) -> Iterator[str]:
     with unpacked(path, name) as file:
         content = file.read()
     try:
-        values = json_value(content, name)
-    except UserError as error:
-        if not str(error.__cause__).startswith("Extra data"):
+        values = from_json(content, Any, name)
+    except FileError as error:
+        if "Extra data" not in str(error):
             raise
         yield from read_jsonl(path, name, read_row)
         return
@@ -193,7 +194,8 @@ def texts_of(rows: Iterable[Any], read_row: RowReader, name: str) -> Iterator[st
     """Yield the document of each row."""
     for number, row in enumerate(rows, 1):
         place = f"{name} row {number}"
-        yield read_row(as_object(row, place), place)
+        check_value(row, dict, place)
+        yield read_row(row, place)
 
 
 def streamed(

@@ -53,8 +53,6 @@ def read_sample_sets(path: Path) -> list[SampleSet]:
         key = json.dumps(sample.get("settings"), sort_keys=True)
         group = groups.setdefault(key, [])
         group.append(sample)
-    if not groups:
-        raise UserError(f"{path}: there is no sample in it")
     return [_sample_set(samples, path) for samples in groups.values()]
 
 

@@ -173,10 +173,15 @@ def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
 
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
     """Yield the lines of a text file that are not blank, each with its place, "FILE
-    line N"."""
+    line N". Raises UserError for a file of none."""
     is_stdin = str(path) == "/dev/stdin"
+    is_empty = True
     with path.open("rb") if is_stdin else open_regular(path) as file:
-        yield from lines_of(file, str(path))
+        for place, line in lines_of(file, str(path)):
+            is_empty = False
+            yield place, line
+    if is_empty:
+        raise UserError(f"{path} is empty: write one text a line")
 
 
 def lines_of(stream: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
@@ -193,42 +198,3 @@ def lines_of(stream: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
             ) from error
         if line.strip():
             yield place, line.removesuffix("\n").removesuffix("\r")
-
-
-def parse_json(text: str | bytes) -> Any:
-    """Return the value of a text in JSON. Raises ValueError or RecursionError, also for
-    an object with two equal keys, of which Python would drop the first."""
-    return json.loads(text, object_pairs_hook=_object_of)
-
-
-def _object_of(pairs: list[tuple[str, Any]]) -> dict:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        keys = [key for key, _ in pairs]
-        key = next(key for key in row if keys.count(key) > 1)
-        raise ValueError(f"two keys {key!r} in one object")
-    return row
-
-
-def json_value(text: str | bytes, place: str) -> Any:
-    """Return the value of a text in JSON. Raises UserError that begins with its
-    place."""
-    try:
-        return parse_json(text)
-    except (ValueError, RecursionError) as error:
-        # the latter: brackets nested too deep
-        raise UserError(f"{place}: this is not JSON ({error})") from error
-
-
-def as_object(value: Any, place: str) -> dict:
-    """Return a value if it is an object of JSON. Raises UserError, as `json_value`."""
-    if not isinstance(value, dict):
-        raise UserError(
-            f"{place}: this is a {type(value).__name__}, not an object of JSON"
-        )
-    return value
-
-
-def json_object(line: str, place: str) -> dict:
-    """Return the object on one line of JSON. Raises UserError, as `json_value`."""
-    return as_object(json_value(line, place), place)

@@ -225,11 +225,27 @@ def from_values(values: Any, shape: Any, source: str, advice: str = "") -> Any:
         raise FileError(message) from None
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a text in JSON. Raises ValueError or RecursionError (brackets
+    nested too deep), also for an object with two equal keys, of which Python would drop
+    the first."""
+    return json.loads(text, object_pairs_hook=_object_of)
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        keys = [key for key, _ in pairs]
+        key = next(key for key in row if keys.count(key) > 1)
+        raise ValueError(f"two keys {key!r} in one object")
+    return row
+
+
 def from_json(text: str | bytes, shape: Any, source: str, advice: str = "") -> Any:
     """Return JSON text as an instance of a type, such as a dataclass. Raises
     FileError."""
     try:
-        values = json.loads(text)
+        values = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise FileError(f"{source}: this is not JSON ({error})") from None
     return from_values(values, shape, source, advice)
