@@ -303,17 +303,13 @@ def parse_settings(text: str, types: dict[str, type], option: str) -> tuple:
     values = {}
     for setting in written.split(",") if written else ():
         key, _, value = setting.partition("=")
-        if key not in types:
-            raise UserError(
-                f"{option} {text}: {key!r} is not a setting of {name}; it has "
-                f"{', '.join(types) or 'none'}"
-            )
         try:
             values[key] = types[key](value)
-        except ValueError:
-            needed = types[key].__name__
+        except (KeyError, ValueError):
+            names = [f"{one} ({kind.__name__})" for one, kind in types.items()]
             raise UserError(
-                f"{option} {text}: {key} is {value!r}, not of type {needed}"
+                f"{option} {text}: {setting!r} is not a setting of {name}; it has "
+                f"{', '.join(names) or 'none'}"
             ) from None
     return name, values
 

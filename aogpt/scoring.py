@@ -254,6 +254,15 @@ def check_mask(model: Transformer, tokens: Tensor, masked: Tensor) -> None:
     check_boolean(masked, "masked")
 
 
+def check_finite(is_finite: bool | Tensor, whose: str = "the model") -> None:
+    """Raise UserError for an output that is not finite: a ranking by it would be any
+    order."""
+    if not is_finite:
+        raise UserError(
+            f"the output of {whose} is not finite: its weights overflowed or hold NaN"
+        )
+
+
 def check_boolean(mask: Tensor, name: str) -> None:
     """Raise UserError for a mask that is not boolean, on which indexing and ~ would
     have another meaning."""

@@ -44,7 +44,7 @@ from .runtime.randomness import SCORED_ORDERS
 from .runtime.validation import Count, Seed, check_value
 from .sampling import modes
 from .sampling.modes import DecodingOptions
-from .scoring import known_from, masked_logits, token_log_probs
+from .scoring import check_finite, known_from, masked_logits, token_log_probs
 
 TEMPERATURE = 0.7  # of generated text
 BATCH_TOKENS = 4096  # of texts that are scored in one pass
@@ -256,15 +256,18 @@ class TextModel:
                 "alternatives",
                 stacklevel=2,
             )
+        check_value(predict, list[tuple[int, int]] | None, "predict")
         if predict is None:
             is_refused = orders > 1
         else:
-            is_refused = order != "l2r" or end
+            is_refused = order != "l2r" or end or not predict
         if is_refused:
-            raise UserError("predict takes orders, and neither order nor end")
+            raise UserError(
+                "predict takes spans, such as [(3, 7)], and orders, and neither order "
+                "nor end"
+            )
         if predict is None:
             return self._score(texts, order, seed, end)
-        check_value(predict, list[tuple[int, int]], "predict")
         return self._joints(texts, predict, orders, seed)
 
     def _score(
@@ -350,8 +353,6 @@ class TextModel:
                     stacklevel=4,
                 )
             positions.update(touched)
-        if not positions:
-            raise UserError("predict takes spans of characters, such as [(3, 7)]")
         return sorted(positions)
 
     def _ids_to_score(
@@ -487,7 +488,7 @@ class TextModel:
             lengths=torch.tensor([len(text) for text in texts], device=self.device),
             vocab_size=vocab_size,
         )
-        check_finite(along)
+        check_finite(not along.isnan().any())
         along = along.cpu().double()
         by_position = torch.zeros_like(along).scatter_(1, order, along).tolist()
         log_probs = []
@@ -635,7 +636,7 @@ class TextModel:
             logits = logits[:, : self.loaded.vocab_size]
             parts.append(logits.double().softmax(dim=-1))
         probabilities = torch.cat(parts)
-        check_finite(probabilities)
+        check_finite(not probabilities.isnan().any())
         return probabilities.unflatten(0, (B, len(masked)))
 
     def _likely(self, ids: Tensor, probabilities: Tensor) -> list[Likely]:
@@ -764,14 +765,6 @@ def joint_of(scored: Scored, log_probs: list[float]) -> Joint:
         log_prob=float(totals.logsumexp(dim=0)) - math.log(count),
         standard_error=error,
     )
-
-
-def check_finite(numbers: Tensor) -> None:
-    """Raise UserError if a number is NaN: a ranking by it would be any order."""
-    if numbers.isnan().any():
-        raise UserError(
-            "the model's output is not finite: its weights overflowed or hold NaN"
-        )
 
 
 def alternatives_of(text: str) -> list[str]:

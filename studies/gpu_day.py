@@ -26,7 +26,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from aogpt.runtime.command_line import interrupt, run_script, show, with_help
+from aogpt.runtime.command_line import run_script, show, with_help
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import write_json
 from aogpt.runtime.outputs import command, markdown_table, versions
@@ -80,7 +80,7 @@ def main() -> int:
     check_values(options)
     # A limit on the time of this script sends SIGTERM. As with Ctrl-C, its job ends
     # with it.
-    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     return run_part(options)
 
 

@@ -382,7 +382,7 @@ def fails(script):
         ([], "name a run (out/NAME)"),
         (
             ["RUN", "--mode", "mdm:steps=4", "l2r:steps=4"],
-            "mode l2r:steps=4: 'steps' is not a setting of l2r",
+            "mode l2r:steps=4: 'steps=4' is not a setting of l2r",
         ),
         (["RUN", "--length", LENGTH + 1], f"give at most its block size, {LENGTH}"),
         (["ENCODER", "--mode", "speculative"], "needs causal attention"),
@@ -390,7 +390,7 @@ def fails(script):
         (["nowhere.jsonl"], "nowhere.jsonl: there is no such file"),
         (["BROKEN"], "line 1: this is not JSON"),
         ([[{"text": "ab", "tokens": [97, "b"]}]], "line 1"),
-        ([[]], "there is no sample in it"),
+        ([[]], "is empty"),
     ],
 )
 def test_bad_arguments_are_refused(

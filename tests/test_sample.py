@@ -368,9 +368,9 @@ def words(text):
         ("--length | 17", "length is 17 | at most 16"),
         ("--mode | mmd", "mode mmd: there is no such mode | mdm, even"),
         ("--mode | mdm:steps=0", "mode mdm:steps=0: steps is 0 | at least 1"),
-        ("--mode | mdm:steps=few", "steps is 'few', not of type int"),
+        ("--mode | mdm:steps=few", "'steps=few' is not a setting of mdm"),
         ("--mode | mdm:schedule=sine", "schedule is 'sine' | 'linear', 'cosine'"),
-        ("--mode | l2r:steps=4", "'steps' is not a setting of l2r; it has group"),
+        ("--mode | l2r:steps=4", "'steps=4' is not a setting of l2r; it has group"),
         ("--mode | slots:block=0", "mode slots:block=0: | block is 0"),
         ("--mode | l2r:group=9999999999", "group is 9999999999 | 2147483648"),
         ("--mode | speculative:draft=0", "draft is 0 | at least 1"),
@@ -410,7 +410,7 @@ def test_a_bad_argument_of_sample_ends_with_status_2_and_a_message(
 
 
 BAD_FILES = [
-    ("txt", b"", "it has no prompt"),
+    ("txt", b"", "is empty"),
     ("txt", b"ok\n\ncaf\xe9\n", "line 3 | UTF-8"),
     ("txt", b"\n\nxxxxxxxxxxxxxxxx", "line 3 | 16 tokens | length is 16"),
     ("jsonl", b'{"prompt": "a"}\n{"prompt": ', "line 2 | not JSON"),

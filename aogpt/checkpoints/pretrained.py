@@ -251,6 +251,7 @@ def check_length(window: int | None, block_size: int) -> None:
 def refuse_what_differs(settings: Settings) -> None:
     """Raise UserError for parts that our model does not have."""
     rope = rope_settings(settings)
+    kind = kind_of_scaling(rope)
     usual = settings.get("partial_rotary_factor")
     rotated = rope.get("partial_rotary_factor", usual)
     by_kind_of_layer = "full_attention" in rope or "sliding_attention" in rope
@@ -259,6 +260,7 @@ def refuse_what_differs(settings: Settings) -> None:
     slides = "sliding_attention" in layers
     differs = {
         "quantised weights (quantization_config)": settings.get("quantization_config"),
+        f"rotary scaling of the kind {kind!r}": kind not in ("default", "llama3"),
         f"the activation {activation}": activation != "silu",
         "a sliding window of no size": slides and window_of(settings) is None,
         "layers without positions (no_rope_layers)": settings.get("no_rope_layers"),
@@ -275,6 +277,10 @@ def rope_settings(settings: Settings) -> RopeSettings:
     return settings.get("rope_parameters") or settings.get("rope_scaling") or {}
 
 
+def kind_of_scaling(rope: RopeSettings) -> str:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
 def rope_base(settings: Settings) -> float:
     """Return the base of the rotary frequencies."""
     rope = rope_settings(settings)
@@ -282,15 +288,10 @@ def rope_base(settings: Settings) -> float:
 
 
 def rope_scaling(settings: Settings) -> tuple[float, float, float, int] | None:
-    """Return ModelConfig.rope_scaling. Raises UserError for other kinds."""
+    """Return ModelConfig.rope_scaling."""
     rope = rope_settings(settings)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
+    if kind_of_scaling(rope) == "default":
         return None
-    if kind != "llama3":
-        raise UserError(
-            f"rotary positions are scaled by {kind!r}; supported: none and llama3"
-        )
     scaling = from_values(rope, Llama3Scaling, "rotary scaling in config.json")
     return (
         float(scaling["factor"]),

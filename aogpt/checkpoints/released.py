@@ -15,7 +15,7 @@ from ..model import ModelConfig
 from ..runtime.errors import UserError
 from ..runtime.validation import Count, check_value
 from ..systems import check_config
-from .tensors import described, renamed
+from .tensors import renamed
 
 # Settings of GPT-2 and SEDD that our model has only these values for.
 SETTINGS = {
@@ -44,8 +44,7 @@ def read(
         settings = contents.get("model_args")
         average = contents.get("ema_model")
     for name, tensor in state.items():
-        if not isinstance(tensor, Tensor):
-            raise UserError(f"{name} is {described(tensor)}, not a tensor")
+        check_value(tensor, Tensor, name)
     # without the prefixes of torch.compile and DistributedDataParallel
     state = renamed(state, lambda name: re.sub(r"^((_orig_mod|module)\.)+", "", name))
     system = layout_of(state)

@@ -27,7 +27,7 @@ import tyro
 from annotated_types import Interval
 from tqdm import tqdm
 
-from ..runtime.command_line import counted, interrupt, show, with_help
+from ..runtime.command_line import counted, show, with_help
 from ..runtime.errors import UserError
 from ..runtime.files import clear_leftovers, staging, write_json
 from ..runtime.paths import DATA
@@ -125,7 +125,7 @@ class Prepare:
 def main() -> None:
     """Prepare the dataset of the command line."""
     # A scheduler's way to stop a run cleans up as Ctrl-C does.
-    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     prepare(parse(Prepare, "python data/prepare.py", __doc__))
 
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from ..checkpoints import load
 from ..runtime.errors import UserError
-from ..scoring import token_log_probs
+from ..scoring import check_finite, token_log_probs
 from ..systems import parameter_counts
 
 # Elements in a batch: 1 GiB in float32, some 5 windows of 1024 tokens of GPT-2.
@@ -78,11 +78,7 @@ class Judge:
             nll = self.nll(tokens.to(self.device)).double().cpu()
             for (sample, ids), row in zip(batch, nll, strict=True):
                 total = float(row[first : len(ids)].sum())
-                if math.isnan(total):
-                    raise UserError(
-                        f"the judge {self.name} gives a token no probability (NaN): "
-                        "its weights overflowed or hold NaN"
-                    )
+                check_finite(not math.isnan(total), f"the judge {self.name}")
                 totals[sample] += total
                 counts[sample] += max(0, len(ids) - first)
         return list(zip(totals, counts, strict=True))

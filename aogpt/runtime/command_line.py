@@ -159,12 +159,6 @@ def check_repeated(words: list[str]) -> None:
         seen.add(name)
 
 
-def interrupt(*_: object) -> None:
-    """Handle a signal as Ctrl-C, also where that is ignored: a shell's `&` starts
-    scripts that ignore it."""
-    raise KeyboardInterrupt
-
-
 def run_script(main: Callable[[], int | None]) -> None:
     """Run a script's main and exit, unless an option is given twice or is not UTF-8.
     UserError, OSError and a lack of memory print one line and exit with status 2

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ..orders import inverse_permutation, orders_at, parse_order
 from ..runtime.errors import UserError
-from ..runtime.validation import Amount, Count, check_values
+from ..runtime.validation import Amount, Count, check_value, check_values
+from ..scoring import check_boolean
 from .scores import ALL_SCORES, RuleScore, rule_of
 
 # The tokens of a sample, None where they are to be generated.
@@ -115,11 +116,7 @@ class Plan:
             raise UserError(
                 "a plan's steps must be -1 (given) or more and must not fall"
             )
-        if self.unmask_by not in ("order", *ALL_SCORES):
-            raise UserError(
-                f"a plan's unmask_by is {self.unmask_by!r}; it must be one of 'order', "
-                f"{', '.join(map(repr, ALL_SCORES))}"
-            )
+        check_value(self.unmask_by, Literal["order", *ALL_SCORES], "unmask_by")
         self.generated = valid & (self.step >= 0)
         given = valid & (self.step < 0)
         self.given = torch.empty_like(given).scatter_(1, self.order, given)
@@ -159,8 +156,7 @@ class Samples:
         self.T = int(length.max()) if length.numel() else 0
         if given is None:
             given = torch.zeros(self.B, self.T, dtype=torch.bool)
-        if given.dtype != torch.bool:
-            raise UserError(f"given is {given.dtype}; give a boolean tensor")
+        check_boolean(given, "given")
         positions = torch.arange(self.T)
         self.position = positions.expand(self.B, self.T)
         self.valid = self.position < self.length[:, None]
@@ -207,8 +203,7 @@ class Samples:
     def in_groups(self, key: Tensor, group: int) -> Plan:
         """Return the plan of the positions by rising key (B, T), any numbers, `group`
         in a step."""
-        if group < 1:
-            raise UserError(f"group is {group}; give at least 1")
+        check_value(group, Count, "group")
         order, index = self.order_by(key)
         step = index // group
         return Plan(order, step.where(index >= 0, -1), self.length)
@@ -218,8 +213,7 @@ class Samples:
         generate."""
         if steps is None:
             return self.missing.clamp(min=1)[:, None]
-        if steps < 1:
-            raise UserError(f"steps is {steps}; give at least 1")
+        check_value(steps, Count, "steps")
         return torch.full((self.B, 1), steps)
 
 
@@ -272,11 +266,10 @@ def even_plan(
 def elapsed_at(share: Tensor, schedule: Schedule) -> Tensor:
     """Return 1 - t at the time t at which this share u of the positions is unmasked:
     t = 1 - u, or with cosine u = 1 - sin(pi t / 2)."""
+    check_value(schedule, Schedule, "schedule")
     if schedule == "linear":
         return share
-    if schedule == "cosine":
-        return (1 - share).acos() * (2 / math.pi)
-    raise UserError(f"the schedule is {schedule!r}; give 'linear' or 'cosine'")
+    return (1 - share).acos() * (2 / math.pi)
 
 
 def score_plan(

@@ -423,7 +423,7 @@ class StopRequest:
     def _on_signal(self, number, frame) -> None:
         # The second Ctrl-C does not wait.
         if self.signalled and number == signal.SIGINT:
-            raise KeyboardInterrupt
+            signal.default_int_handler(number, frame)
         self.signalled = True
 
     def agree(self, progress: Progress, datasets: Iterable[TokenDataset]) -> None:
