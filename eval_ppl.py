@@ -41,7 +41,7 @@ from aogpt.runtime.outputs import Outputs, ReportOptions, provenance
 from aogpt.runtime.processes import Processes, processes
 from aogpt.runtime.validation import Count, check_values
 from aogpt.sampling.modes import PlanFunction, parse_mode
-from aogpt.sampling.scores import RuleScore
+from aogpt.sampling.scores import ScoreName
 
 # What --orders can name: orders that are drawn, a mode in which the model chooses, or
 # None, SEDD's bound.
@@ -126,7 +126,7 @@ def parse_orders(a: Arguments) -> dict[str, Meaning]:
     for text in a.orders or ("l2r", "random", "score_entropy"):
         if text == "score_entropy":
             meanings[text] = None
-        elif text.partition(":")[0] in get_args(RuleScore):
+        elif text.partition(":")[0] in get_args(ScoreName):
             # The oracle, which is no mode, has the arguments of one.
             mode = parse_mode(text.replace("oracle", "confidence", 1), "--orders")
             if text.startswith("oracle"):

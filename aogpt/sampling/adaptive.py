@@ -10,7 +10,7 @@ from torch import Tensor
 from .batch import Batch, Tally
 from .cached import make_steps
 from .plans import Plan
-from .scores import rule_of
+from .scores import ALL_SCORES
 
 
 def adapt(batch: Batch, plan: Plan, tally: Tally) -> None:
@@ -73,7 +73,7 @@ def within_limits(
     is_candidate = (places >= start) & (places < end)  # (B, T + 1)
     taken = is_candidate
     if pace.threshold is not None:
-        least = rule_of(plan.unmask_by).least(pace.threshold)
+        least = ALL_SCORES[plan.unmask_by].least(pace.threshold)
         taken = taken & (first_scores >= least)
     if pace.entropy_bound is not None:
         entropy = -scores[-1]

@@ -25,7 +25,7 @@ from .adaptive import adapt
 from .batch import Batch, CachedBatch, EncoderBatch, OnUnmasked, Tally
 from .cached import decoding_copy, make_steps
 from .plans import Plan, Samples, group_sizes, order_plan, stack_plans
-from .scores import rule_of
+from .scores import ALL_SCORES
 from .speculation import speculate
 from .token_choice import TokenChoice
 
@@ -306,7 +306,7 @@ class Engine:
             if plan.draft:
                 raise UserError("speculation draws its tokens; force none")
             uniforms = torch.zeros(plan.order.shape, dtype=torch.float64)
-        elif plan.unmask_by != "order" and rule_of(plan.unmask_by).needs_targets:
+        elif plan.unmask_by != "order" and ALL_SCORES[plan.unmask_by].needs_targets:
             raise UserError(f"the {plan.unmask_by} order needs forced tokens")
         if not isinstance(uniforms, Tensor):
             uniforms = torch.rand(

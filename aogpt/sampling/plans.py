@@ -23,12 +23,12 @@ from ..orders import inverse_permutation, orders_at, parse_order
 from ..runtime.errors import UserError
 from ..runtime.validation import Amount, Count, check_value, check_values
 from ..scoring import check_boolean
-from .scores import ALL_SCORES, RuleScore, rule_of
+from .scores import ALL_SCORES, ScoreName
 
 # The tokens of a sample, None where they are to be generated.
 Context = list[int | None]
 Schedule = Literal["linear", "cosine"]
-UnmaskBy = Literal["order", RuleScore]
+UnmaskBy = Literal["order", ScoreName]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Pace:
 
 def check_threshold(score: str, threshold: float) -> None:
     """Raise UserError for a threshold that no position can pass."""
-    largest = rule_of(score).largest_threshold
+    largest = ALL_SCORES[score].largest_threshold
     if threshold > largest:
         raise UserError(
             f"the threshold is {threshold:g}: for {score} give a number from 0 to "
@@ -274,7 +274,7 @@ def elapsed_at(share: Tensor, schedule: Schedule) -> Tensor:
 
 def score_plan(
     samples: Samples,
-    by: RuleScore = "confidence",
+    by: ScoreName = "confidence",
     group: Count | None = None,
     threshold: Amount | None = None,
     entropy_bound: Amount | None = None,

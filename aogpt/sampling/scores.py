@@ -64,17 +64,11 @@ SCORES = {
     ),
     "margin": ScoreRule(margin),
 }
-Score = Literal[*SCORES]  # type: ignore[valid-type]
 ALL_SCORES = SCORES | {
     # For the likelihood of known tokens.
     "oracle": ScoreRule(target_log_prob, least=least_log_prob, needs_targets=True)
 }
-RuleScore = Literal[*ALL_SCORES]  # type: ignore[valid-type]
-
-
-def rule_of(name: str) -> ScoreRule:
-    """Return the rule of a score."""
-    return ALL_SCORES[name]
+ScoreName = Literal[*ALL_SCORES]  # type: ignore[valid-type]
 
 
 def scores_of(
