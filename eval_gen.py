@@ -20,7 +20,7 @@ from annotated_types import Interval
 from aogpt.checkpoints import Loaded, load
 from aogpt.evaluation.judges import Judge
 from aogpt.evaluation.report import Column, number, table
-from aogpt.evaluation.scoring import SampleSet, read_sample_sets, score_samples
+from aogpt.evaluation.sample_sets import SampleSet, read_sample_sets, score_samples
 from aogpt.evaluation.text_measures import MEASURES
 from aogpt.runtime.command_line import ComputeOptions, run_script, show, with_help
 from aogpt.runtime.devices import pick_dtype
@@ -183,7 +183,7 @@ def name_of(settings: dict) -> str:
 
 
 def table_columns() -> list[Column]:
-    """Return the columns of a report, whose rows evaluation/scoring.py makes."""
+    """Return the columns of a report, whose rows evaluation/sample_sets.py makes."""
     columns = [
         Column("run", "run"),
         Column("sampler", name_of),

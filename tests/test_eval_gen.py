@@ -16,7 +16,7 @@ import sample
 from aogpt.checkpoints import load as load_checkpoint
 from aogpt.checkpoints import load_model, store
 from aogpt.data.tokenizers import BytesTokenizer, get_tokenizer
-from aogpt.evaluation import judges, scoring
+from aogpt.evaluation import judges, sample_sets
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.processes import Processes
 from aogpt.scoring import token_log_probs
@@ -188,8 +188,8 @@ def test_samples_without_a_vocabulary_at_hand_are_read_as_text(write, monkeypatc
             raise UserError("GPT-2's vocabulary cannot be downloaded")
         return get_tokenizer(name)
 
-    monkeypatch.setattr(scoring, "get_tokenizer", missing)
-    (samples,) = scoring.read_sample_sets(write([{"text": "ab", "tokens": [5, 6]}]))
+    monkeypatch.setattr(sample_sets, "get_tokenizer", missing)
+    (samples,) = sample_sets.read_sample_sets(write([{"text": "ab", "tokens": [5, 6]}]))
     assert samples.tokenizer is None
 
 
@@ -235,8 +235,8 @@ def test_a_sample_that_retokenisation_leaves_nothing_of_is_counted_and_not_score
         row = with_ids(text)
         row["step"] = [0] * len(text)
         rows.append(row)
-    samples = scoring.SampleSet("run", rows, {}, None, "bytes")
-    row = scoring.score_samples(samples, load(bigram), 4, ALONE)
+    samples = sample_sets.SampleSet("run", rows, {}, None, "bytes")
+    row = sample_sets.score_samples(samples, load(bigram), 4, ALONE)
     assert row["unscored_samples"] == 1
     assert row["samples"] == 2
     assert row["scored_tokens"] == 5
