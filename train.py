@@ -30,13 +30,13 @@ import time
 from contextlib import closing, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from aogpt.checkpoints import CheckpointError
-from aogpt.data.loader import Meta, TokenDataset, file_record, find_dataset
+from aogpt.data.loader import TokenDataset, file_record, find_dataset
 from aogpt.data.tokenizers import FILES, get_tokenizer
 from aogpt.orders import read_orders
 from aogpt.runtime.command_line import counted, run_script
@@ -81,7 +81,6 @@ def train(config: Config, procs: Processes) -> int:
     if config.train.epochs:
         config = config.with_steps(config.steps_of_epochs(data.num_blocks))
     val_data = None
-    # Every file that is read is recorded, to see at a resume whether it has changed.
     files = dict(data.files)
     if config.eval.interval > 0:
         val_data = TokenDataset(source, "val", data.block_size)
@@ -90,9 +89,8 @@ def train(config: Config, procs: Processes) -> int:
         read_orders(config.order.file, config.model.block_size)  # to say what is wrong
         path = Path(config.order.file)
         files[str(path)] = file_record(path, sha256_file(path))
-    meta: dict[str, Any] = dict(data.meta)
-    meta["files"] = files
-    data.meta = cast(Meta, meta)
+    # Checkpoints record all of them, to see at a resume whether one has changed.
+    data.meta = {**data.meta, "files": files}
     check_fits(config, data, procs)
     if config.data.end == "given":
         for dataset in (data, val_data):

@@ -62,6 +62,8 @@ class Meta(TypedDict):
     split: NotRequired[str | None]
     notes: NotRequired[list[str]]
     settings: NotRequired[dict[str, Any]]
+    # Of a run, in its checkpoints alone: a `file_record` of each file that it reads.
+    files: NotRequired[dict[str, dict]]
 
 
 def find_dataset(name: str | Path) -> Path:
