@@ -275,7 +275,7 @@ def validate(
     saved, {"step", "loss"}: the best one so far, or this step."""
     losses = evaluate(state.model, state.average, val_data, config, procs)
     log.validation(losses, val_data.num_blocks)
-    selecting = losses[""][best_by(config)]  # of the averaged weights
+    selecting = losses["ema"][best_by(config)]
     return better_of(state.progress.best, state.progress.step, selecting.mean)
 
 

@@ -44,8 +44,8 @@ class Masks:
 
 
 @dataclass
-class Batch:
-    """A batch of B sequences of T tokens, with the orders or masks of their loss."""
+class MicroBatch:
+    """B sequences of T tokens, with the orders or masks of their loss."""
 
     tokens: Tensor  # LongTensor (B, T)
     # decoder: LongTensor (B, T), the position predicted at each step
@@ -58,13 +58,13 @@ class Batch:
     masks: Masks | None = None  # encoder
     vocab: int | None = None  # encoder: tokens besides [MASK]
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
-        """Return a batch with `function` applied to every tensor."""
+    def map(self, function: Callable[[Tensor], Tensor]) -> "MicroBatch":
+        """Return a micro-batch with `function` applied to every tensor."""
 
         def optional(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else function(tensor)
 
-        return Batch(
+        return MicroBatch(
             tokens=function(self.tokens),
             order=optional(self.order),
             weight=optional(self.weight),
@@ -80,18 +80,18 @@ def ao_ar_loss(
     tokens: Tensor,
     order: Tensor,
     weight: Tensor | None = None,
-    group_start: Tensor | None = None,
+    known: Tensor | None = None,
 ) -> Tensor:
     """Return the any-order autoregressive loss: the mean over steps of
     -log p(x[s_i] | x[s_<i]) (the paper, section 3, equation 2), a differentiable
     scalar. Its mean over uniform orders is the masked diffusion objective / T. model:
     AOGPT, or a wrapper of it; tokens, order: LongTensor (B, T); weight: (B, T), of
-    every step of the order; group_start: (B, T), of two-stream models, see
+    every step of the order; known: (B, T), of models with queries of their own, see
     `QueryDecoder.hidden`."""
-    if group_start is None:
+    if known is None:
         nll = model(tokens, order)
     else:
-        nll = model(tokens, order, group_start)
+        nll = model(tokens, order, known)
     return nll.mean() if weight is None else (nll * weight).mean()
 
 
@@ -130,23 +130,27 @@ def score_entropy(model: nn.Module, tokens: Tensor, masks: Masks, vocab: int) ->
 # ---- the losses of OBJECTIVES: of a model and a micro-batch, mean nats per token -----
 
 
-def order_loss(model: nn.Module, batch: Batch, config: "ObjectiveConfig") -> Tensor:
+def order_loss(
+    model: nn.Module, batch: MicroBatch, config: "ObjectiveConfig"
+) -> Tensor:
     """Return the mean over steps of -log p(x[s_i] | tokens of the groups before i's), a
     scalar, in groups of `batch.group` steps (A3; 1: the paper)."""
     assert batch.order is not None
-    starts = None
+    known = None
     if batch.group > 1:
-        starts = group_starts(batch.order, batch.group, batch.prompt_lengths)
-    return ao_ar_loss(model, batch.tokens, batch.order, batch.weight, starts)
+        known = group_starts(batch.order, batch.group, batch.prompt_lengths)
+    return ao_ar_loss(model, batch.tokens, batch.order, batch.weight, known)
 
 
-def mask_loss(model: nn.Module, batch: Batch, config: "ObjectiveConfig") -> Tensor:
+def mask_loss(model: nn.Module, batch: MicroBatch, config: "ObjectiveConfig") -> Tensor:
     """Return the mean weighted loss of an encoder at masked positions, a scalar."""
     assert batch.masks is not None
     return masked_nll(model, batch.tokens, batch.masks).mean()
 
 
-def score_loss(model: nn.Module, batch: Batch, config: "ObjectiveConfig") -> Tensor:
+def score_loss(
+    model: nn.Module, batch: MicroBatch, config: "ObjectiveConfig"
+) -> Tensor:
     """Return the mean score entropy of an encoder with noise, a scalar."""
     assert batch.masks is not None
     assert batch.vocab is not None
@@ -242,7 +246,7 @@ class Objective(NamedTuple):
     and, for encoders, its masks. Whatever a run trains, it is validated by `token_nll`:
     a decoder along orders, an encoder by its ELBO."""
 
-    loss: Callable[[nn.Module, Batch, "ObjectiveConfig"], Tensor]
+    loss: Callable[[nn.Module, MicroBatch, "ObjectiveConfig"], Tensor]
     # None: for decoders, along orders
     masks: Callable[[Tensor, Tensor, Tensor | None], Masks] | None = None
     in_groups: bool = False  # batches have groups of several steps

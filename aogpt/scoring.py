@@ -187,7 +187,8 @@ def parallel_hidden(
             masked &= step_of < lengths[:, None]
         x = encoder.masked_hidden(tokens, masked, lengths)
         return x.gather(1, order[..., None].expand_as(x))
-    source = torch.minimum(steps, known[:, None])  # (B, T) the input of each step
+    # (B, T) how many tokens each step knows, and the input that it is a copy of
+    source = torch.minimum(steps, known[:, None])
     if model.separate_queries:
         return model.hidden(tokens, order, source)
     decoder = cast(AOGPT, model)
@@ -202,8 +203,8 @@ def parallel_hidden(
 def group_starts(
     order: Tensor, group: int, prompt_lengths: Tensor | None = None
 ) -> Tensor:
-    """Return the first step of every step's group, (B, T). Steps of the prompt are
-    groups of one."""
+    """Return the first step of every step's group, (B, T), which is the number of
+    tokens that it is predicted from. Steps of the prompt are groups of one."""
     steps = torch.arange(order.shape[1], device=order.device)
     if prompt_lengths is None:
         return (steps - steps % group).expand_as(order)

@@ -114,7 +114,8 @@ KNOWN_TOKENS = (
     "aogpt/sampling/",
     "aogpt/systems/",
     "aogpt/scoring.py",
-    "aogpt/evaluation/ensembles.py",
+    "aogpt/evaluation/",
+    "aogpt/objectives.py",
 )
 # Keys of a file format: [ratios] of an experiment.
 ALLOWED_NAMES = {("studies/verdicts.py", "of")}

@@ -106,7 +106,7 @@ def test_decoders_of_groups_compute_their_formulas(group, system, settings):
     assert (model(tokens, order, starts) + expected).abs().max() < 1e-9
     scored = token_log_probs(model, tokens, order, starts)
     assert (scored - expected).abs().max() < 1e-9
-    loss = ao_ar_loss(model, tokens, order, group_start=starts)
+    loss = ao_ar_loss(model, tokens, order, known=starts)
     assert abs(loss + expected.mean()) < 1e-9
     assert expected.std() > 0.3
 
@@ -644,7 +644,7 @@ def test_training_uses_the_orders_and_groups_of_each_stage_until_the_next(
         tokens = random_tokens(TOKENS, 6, LENGTH, step)
         orders = orders_at(order, CURRICULUM.seed, step, range(6), LENGTH)
         starts = group_starts(orders, group)
-        expected = ao_ar_loss(model, tokens, orders, group_start=starts)
+        expected = ao_ar_loss(model, tokens, orders, known=starts)
         assert torch.equal(training_loss(model, CURRICULUM, step, 6), expected)
 
 

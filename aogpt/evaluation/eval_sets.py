@@ -29,9 +29,9 @@ class SplitOption:
 
 @dataclass(frozen=True)
 class EvalSet:
-    """A split of a data set as rows to score: its blocks, or some spread over the
-    split, and after all blocks, where nothing may be dropped, a shorter row of the
-    tokens that are left."""
+    """A split of a data set as rows to score: its blocks, or some of them spread over
+    the split. Where nothing may be dropped, a shorter row of the tokens that are left
+    follows after all blocks."""
 
     name: str
     dataset: TokenDataset
@@ -43,7 +43,7 @@ class EvalSet:
             return self.dataset.tail()
         return self.dataset.blocks(self._chosen[rows])
 
-    def batch(self, rows: range) -> range:
+    def of_one_length(self, rows: range) -> range:
         """Return the first of these rows that all have one length."""
         blocks = self.dataset.num_blocks
         if rows.start < blocks < rows.stop:  # the row after the blocks is shorter

@@ -108,15 +108,13 @@ def token_nll(
             identity = torch.arange(length, device=device).expand_as(order)
             log_probs = token_log_probs(model, tokens.gather(1, order), identity)
         else:
-            starts = None
+            known = None
             if group > 1 or model.config.is_encoder:
-                starts = group_starts(order, group, prompt_lengths)
-            if starts is not None and prompt_lengths is not None:
+                known = group_starts(order, group, prompt_lengths)
+            if known is not None and prompt_lengths is not None:
                 # An encoder would take a pass for each step of the prompt.
-                starts = known_from(prompt_lengths[:, None], starts)
-            log_probs = token_log_probs(
-                model, tokens, order, known=starts, lengths=lengths
-            )
+                known = known_from(prompt_lengths[:, None], known)
+            log_probs = token_log_probs(model, tokens, order, known, lengths)
         nll = -log_probs.double()
         # From prediction order to sequence order.
         nll = torch.empty_like(nll).scatter_(1, order, nll)
@@ -250,7 +248,7 @@ class BatchRunner:
         with progress as bar, torch.no_grad():
             while row < share.stop:
                 end = min(row + self.batch_size, share.stop)
-                rows = eval_set.batch(range(row, end))
+                rows = eval_set.of_one_length(range(row, end))
                 mixed = torch.autocast(
                     device.type, dtype, enabled=dtype == torch.bfloat16
                 )

@@ -1,5 +1,6 @@
 """Reports: rows of results as tables of Markdown, and the notes below them. To add a
-column: a row of a table here, or of `table_columns` in eval_gen.py."""
+column: a key of `likelihood.result_rows` and a row of a table here, or for samples a
+row of `table_columns` in eval_gen.py."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

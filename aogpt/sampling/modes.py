@@ -33,7 +33,7 @@ from .records import MOST_CONTEXTS, contexts_with_end, end_first, without_end
 from .scores import SCORES
 from .token_choice import TokenChoice
 
-PlanFunction = Callable[[Samples], Plan]
+PlanFunction = Callable[[Samples], Plan]  # what the text of a mode means
 
 MOST_AT_ONCE = 1024  # samples that are planned and generated together
 BATCH_SIZE = 16  # samples in flight, if the user does not say
@@ -55,6 +55,7 @@ def parse_mode(text: str, option: str = "mode") -> PlanFunction:
     function = plan_function(name, option)
     parameters = arguments_of(function)
     types = {key: plain_type(parameters[key].annotation) for key in parameters}
+    # Which settings the mode takes besides its arguments depends on its order.
     order = function.keywords.get("order")
     if "order" in parameters:
         named = re.search(r"(?:^|,)order=([^,]*)", written)
@@ -181,7 +182,7 @@ class DecodingOptions(TokenChoice):
         """Return what generates so with a model."""
         return Engine(
             model,
-            choice=self,
+            choice=self,  # these options are a TokenChoice
             vocab_size=vocab_size,
             batch_size=self.batch_size,
             compile=self.compile,
@@ -318,7 +319,7 @@ def plan_samples(
     samples = Samples(
         len(tokens),
         length=torch.tensor([len(row) for row in tokens]),
-        generator=pad_sequence(sort_numbers, batch_first=True),
+        uniforms=pad_sequence(sort_numbers, batch_first=True),
         given=pad_sequence(given, batch_first=True),
     )
     return PlannedSamples(

@@ -145,11 +145,11 @@ class Samples:
         self,
         batch_size: int,
         length: int | Tensor,
-        generator: torch.Generator | Tensor | None = None,
+        uniforms: torch.Generator | Tensor | None = None,
         given: Tensor | None = None,
     ):
-        """length: T, or LongTensor (B,) of samples that differ. generator: a CPU
-        generator of `uniforms`, or these numbers."""
+        """length: T, or LongTensor (B,) of samples that differ. uniforms: these
+        numbers, or a CPU generator of them."""
         length = torch.as_tensor(length).cpu()
         self.length = length.expand(batch_size)
         self.B = batch_size
@@ -162,13 +162,13 @@ class Samples:
         self.valid = self.position < self.length[:, None]
         self.given = given.cpu() & self.valid
         self.missing = self.length - self.given.sum(dim=1)
-        self.generator = generator
+        self._source = uniforms
 
     @functools.cached_property
     def uniforms(self) -> Tensor:
-        if isinstance(self.generator, Tensor):
-            return self.generator
-        return torch.rand(self.B, self.T, generator=self.generator, dtype=torch.float64)
+        if isinstance(self._source, Tensor):
+            return self._source
+        return torch.rand(self.B, self.T, generator=self._source, dtype=torch.float64)
 
     def keys_of(self, order: str) -> Tensor:
         """Return numbers (B, T), by position, that rise along an order of each sample.
@@ -182,6 +182,7 @@ class Samples:
         for row, length in enumerate(self.length.tolist()):
             if length == 0:
                 continue
+            # Orders follow from a seed: the first random number of the sample.
             seed = int(self.uniforms[row, 0] * 2**53)
             positions = orders_at(config, seed, step=0, rows=range(1), length=length)
             keys[row, :length] = inverse_permutation(positions)[0]
@@ -229,10 +230,10 @@ def mdm_plan(
     """Sample masked diffusion exactly, in `steps` steps of equal length: every position
     unmasks at a random time of its own.
 
-    The number of positions differs from step to step (the paper, Lemma 4.1). schedule:
-    the share of masked positions at time t, which runs from 1 down to 0. linear: t.
-    cosine: sin(pi t / 2), few positions at first and many at the end (MaskGIT). steps:
-    by default one for each position to generate."""
+    The number of positions differs from step to step (the paper, Lemma 4.1) and may be
+    0. schedule: the share of masked positions at time t, which runs from 1 down to 0.
+    linear: t. cosine: sin(pi t / 2), few positions at first and many at the end
+    (MaskGIT). steps: by default one for each position to generate."""
     order, index = samples.order_by(samples.uniforms)
     row_steps = samples.steps_of(steps)
     # Inverse CDF: a position unmasks when the share of unmasked positions has risen to

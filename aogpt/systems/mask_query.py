@@ -34,13 +34,13 @@ class MaskQueryPass(Pass):
     """A pass of T contents, followed by their T queries."""
 
     def __init__(
-        self, model: Transformer, positions: Tensor, context: Tensor | None = None
+        self, model: Transformer, positions: Tensor, known: Tensor | None = None
     ):
-        """Make a pass. positions (B, 2 T): of contents and queries. context: LongTensor
+        """Make a pass. positions (B, 2 T): of contents and queries. known: LongTensor
         (B, T), the number of contents that each query sees; None: query i sees the i
         contents before it."""
         super().__init__(model, positions)
-        self.context = context
+        self.known = known
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the output of attention, (B, 2 T, D), for q, k and v
@@ -55,7 +55,7 @@ class MaskQueryPass(Pass):
     def attend_queries(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the output of the queries alone, (B, T, D), for q, k and v
         (B, 2 T, H, D/H)."""
-        if self.context is None and not self.dropout and q.device.type == "cpu":
+        if self.known is None and not self.dropout and q.device.type == "cpu":
             return merged_attention(q, k, v)
         T = q.shape[1] // 2
         mask = self.query_mask(T, q.device)
@@ -70,10 +70,10 @@ class MaskQueryPass(Pass):
         """Return which contents and queries each query sees: bool
         (B or 1, 1, T, 2 T)."""
         steps = torch.arange(T, device=device)
-        context = self.context
-        if context is None:
-            context = steps.unsqueeze(0)  # (1, T)
-        contents = steps < context.unsqueeze(2)  # (B or 1, T, T)
+        known = self.known
+        if known is None:
+            known = steps.unsqueeze(0)  # (1, T)
+        contents = steps < known.unsqueeze(2)  # (B or 1, T, T)
         itself = steps == steps.unsqueeze(1)
         mask = torch.cat([contents, itself.expand_as(contents)], dim=2)
         return mask.unsqueeze(1)
@@ -213,7 +213,7 @@ class MaskQuery(QueryDecoder):
         return c.n_layer - 1
 
     def hidden(
-        self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None
+        self, tokens: Tensor, order: Tensor, known: Tensor | None = None
     ) -> Tensor:
         """Return the final hidden states of the queries, (B, T, D): see
         `QueryDecoder.hidden`."""
@@ -221,7 +221,7 @@ class MaskQuery(QueryDecoder):
         queries = self.query.to(contents.dtype).expand_as(contents)
         x = torch.cat([contents, queries], dim=1)  # (B, 2 T, D)
         positions = order.repeat(1, 2)
-        p = MaskQueryPass(self, positions, group_start)
+        p = MaskQueryPass(self, positions, known)
         return self.run_blocks(self.with_positions(x, positions), p)
 
     def with_positions(self, x: Tensor, positions: Tensor) -> Tensor:

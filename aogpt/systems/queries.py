@@ -39,20 +39,20 @@ class QueryDecoder(Transformer, abc.ABC):
         """Count the blocks in which queries attend, besides the tokens."""
 
     def forward(
-        self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None
+        self, tokens: Tensor, order: Tensor, known: Tensor | None = None
     ) -> Tensor:
         """Return -log p of the token of each step, nats, (B, T) in prediction order.
-        tokens, order (B, T): as in `AOGPT.forward`; group_start: see `hidden`."""
+        tokens, order (B, T): as in `AOGPT.forward`; known: see `hidden`."""
         wanted = in_prediction_order(tokens, order)
-        x = self.hidden(tokens, order, group_start)  # (B, T, D)
+        x = self.hidden(tokens, order, known)  # (B, T, D)
         return self.loss(self.head_logits, x, wanted)
 
     @abc.abstractmethod
     def hidden(
-        self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None
+        self, tokens: Tensor, order: Tensor, known: Tensor | None = None
     ) -> Tensor:
         """Return the final hidden states of the queries, (B, T, D); state i predicts
         position order[:, i].
 
-        group_start (B, T): step i is predicted from the tokens of steps <
-        group_start[:, i], which is at most i; None: from all steps before it."""
+        known (B, T): step i is predicted from the first known[:, i] tokens of the
+        order, at most i; None: from all before it."""

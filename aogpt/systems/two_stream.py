@@ -116,7 +116,7 @@ class TwoStream(QueryDecoder):
         return c.n_layer
 
     def hidden(
-        self, tokens: Tensor, order: Tensor, group_start: Tensor | None = None
+        self, tokens: Tensor, order: Tensor, known: Tensor | None = None
     ) -> Tensor:
         """Return the final hidden states of the queries, (B, T, D): see
         `QueryDecoder.hidden`."""
@@ -124,17 +124,18 @@ class TwoStream(QueryDecoder):
         x = self.embed(in_tokens, in_positions)
         allowed = None
         query_allowed = None
-        if group_start is not None:
-            allowed, query_allowed = self.group_masks(group_start)
+        if known is not None:
+            allowed, query_allowed = self.group_masks(known)
         p = TwoStreamPass(self, in_positions, order, allowed, query_allowed)
         return self.run_blocks(x, p)
 
-    def group_masks(self, group_start: Tensor) -> tuple[Tensor, Tensor]:
+    def group_masks(self, known: Tensor) -> tuple[Tensor, Tensor]:
         """Return the masks of inputs and of queries in groups (A3), (B, 1, T, T) each.
+        Steps that know the same number of tokens, `known` (B, T), are a group.
 
         An input sees all groups up to its own, also the tokens of its own group after
         it; a query sees the groups before its own. So nothing depends on the order
-        inside a group. Example: two groups of two, group_start 0 0 2 2. Input i holds
+        inside a group. Example: two groups of two, known = 0 0 2 2. Input i holds
         the token of step i - 1:
 
             input, step   input holds   the input sees   the query sees
@@ -144,15 +145,15 @@ class TwoStream(QueryDecoder):
             3             group 2       0 1 2 3          0 1 2   (input 4 has step 3's)
 
         Without group_attention input 1 sees 0 1."""
-        inputs = torch.arange(group_start.shape[1], device=group_start.device)
-        # the group of an input's token, by the step where that begins; -1: [None]
+        inputs = torch.arange(known.shape[1], device=known.device)
+        # the group of an input's token, by the tokens before it; -1: [None]
         before = (1, 0)
-        group = F.pad(group_start[:, :-1], before, value=-1)
+        group = F.pad(known[:, :-1], before, value=-1)
         if not self.config.group_attention:
             group = inputs.expand_as(group)
         allowed = group.unsqueeze(1) <= group.unsqueeze(2)  # (B, T, T)
         allowed = without_start(allowed, inputs[:, None], self.config)
-        last = group_start.unsqueeze(2)  # (B, T, 1) the last input that a query sees
+        last = known.unsqueeze(2)  # (B, T, 1) the last input that a query sees
         query_allowed = inputs <= last
         query_allowed = without_start(query_allowed, last, self.config)
         return allowed.unsqueeze(1), query_allowed.unsqueeze(1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..data.loader import TokenDataset
-from ..objectives import Batch, masks_at
+from ..objectives import MicroBatch, masks_at
 from ..orders import Roles, orders_at
 from ..runtime.errors import UserError
 from ..runtime.processes import Processes
@@ -27,7 +27,7 @@ def make_batch(
     batch_rows: range,
     roles: Roles | None = None,
     mean_predicted: float = 1.0,
-) -> Batch:
+) -> MicroBatch:
     """Return the sequences `batch_rows` (B, T) of the global batch of `step` with
     orders or masks: a pure function of the arguments.
 
@@ -38,12 +38,12 @@ def make_batch(
         orders, group = config.stage(step)
         order = orders_at(orders, config.seed, step, batch_rows, length)
         if roles is None:
-            return Batch(tokens, order, group=group)
+            return MicroBatch(tokens, order, group=group)
         order = roles.first_given(order)
         predicted = roles.predicted.gather(1, order)  # (B, T) in prediction order
         weight = predicted * (length / mean_predicted)
         prompt_lengths = roles.given.sum(dim=1)
-        return Batch(tokens, order, weight, prompt_lengths, group)
+        return MicroBatch(tokens, order, weight, prompt_lengths, group)
     masks = masks_at(
         config.objective,
         seed=config.seed,
@@ -56,7 +56,7 @@ def make_batch(
     if roles is not None:
         masks.weight = masks.weight * (length / mean_predicted)
     # [MASK] is the first id after the tokens.
-    return Batch(tokens, masks=masks, vocab=config.model.mask_token)
+    return MicroBatch(tokens, masks=masks, vocab=config.model.mask_token)
 
 
 def roles_of(
@@ -84,7 +84,7 @@ def roles_of(
 
 def micro_batches(
     data: TokenDataset, config: Config, procs: Processes, first_step: int
-) -> Generator[Batch, None, None]:
+) -> Generator[MicroBatch, None, None]:
     """Yield this process's micro-batches on its device, from `first_step` on; a thread
     prepares the next ones until the iterator is closed. The sequences of a step do not
     depend on the number of processes: process r has the r-th part of every micro-batch
@@ -93,7 +93,7 @@ def micro_batches(
     micro_steps = config.train.batch_size // (micro_size * procs.world_size)
     device = procs.device
 
-    def make(step: int, index: int) -> Batch:
+    def make(step: int, index: int) -> MicroBatch:
         """Return micro-batch `index` of a step, on the CPU."""
         first = (index * procs.world_size + procs.rank) * micro_size
         batch_rows = range(first, first + micro_size)
@@ -114,7 +114,7 @@ def micro_batches(
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as thread:
         # A limit, as data is read here before `check_unchanged` runs for its step.
         count = min(max(AHEAD, micro_steps), MOST)
-        ahead: deque[Future[Batch]] = deque()
+        ahead: deque[Future[MicroBatch]] = deque()
         for step, index in itertools.islice(wanted, count):
             ahead.append(thread.submit(make, step, index))
         try:

@@ -212,6 +212,7 @@ class Config:
 
     def with_steps(self, steps: int) -> "Config":
         """Return the configuration of a run of this length."""
+        # train.minutes stays, as a resume reads the pace from config.toml.
         return replace(self, train=replace(self.train, steps=steps, epochs=0.0))
 
     def steps_of_epochs(self, num_blocks: int) -> int:

@@ -38,7 +38,7 @@ from ..systems import flops_per_token
 from .checkpoint import Progress
 from .config import Config
 from .optimizers import learning_rates
-from .val_losses import Losses, read_metrics
+from .val_losses import LossByOrders, read_metrics
 
 ORDER_TITLES = {
     "l2r": "left to right",
@@ -159,10 +159,10 @@ class Log:
         self._write({"step": step, "loss": loss, **rates, "mfu": mfu})
         self.restart_clock()
 
-    def validation(self, losses: dict[str, Losses], num_blocks: int) -> None:
+    def validation(self, losses: dict[str, LossByOrders], num_blocks: int) -> None:
         """Log the result of `evaluate`. num_blocks: of the whole split."""
         step = self.progress.step
-        averaged = losses[""]
+        averaged = losses["ema"]
         text = ", ".join(
             f"{ORDER_TITLES[kind]} {loss.mean:.4f}" for kind, loss in averaged.items()
         )
@@ -172,9 +172,10 @@ class Log:
             f"weights on {blocks:,} of {num_blocks:,} blocks, nats per token: {text}"
         )
         row: dict[str, float] = {"step": step}
-        for weights, of_weights in losses.items():
-            for kind, loss in of_weights.items():
-                row[f"val_loss_{kind}{weights}"] = loss.mean
+        for kind, loss in averaged.items():
+            row[f"val_loss_{kind}"] = loss.mean
+        for kind, loss in losses["raw"].items():
+            row[f"val_loss_{kind}_raw"] = loss.mean
         for kind, loss in averaged.items():
             if loss.error is not None:
                 row[f"val_error_{kind}"] = loss.error

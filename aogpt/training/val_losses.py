@@ -26,7 +26,8 @@ class Loss(NamedTuple):
     error: float | None  # standard error over Monte Carlo samples of orders or masks
 
 
-Losses = dict[str, Loss]  # by the name of the orders, a key of `metrics.ORDER_TITLES`
+# By the name of the orders, a key of `metrics.ORDER_TITLES`.
+LossByOrders = dict[str, Loss]
 
 
 class ValidationOrders(NamedTuple):
@@ -42,18 +43,18 @@ def evaluate(
     val_data: TokenDataset,
     config: Config,
     procs: Processes,
-) -> dict[str, Losses]:
-    """Return the validation losses by weights: "" the average, "_raw" the last
-    weights. All processes must call."""
+) -> dict[str, LossByOrders]:
+    """Return the validation losses by weights: "ema", the averaged ones, and "raw", the
+    last ones. All processes must call."""
     weights: dict[str, contextlib.AbstractContextManager] = {
-        "": average.applied(),
-        "_raw": contextlib.nullcontext(),
+        "ema": average.applied(),
+        "raw": contextlib.nullcontext(),
     }
     orders, _ = validation_orders(config)
-    result: dict[str, Losses] = {}
+    result: dict[str, LossByOrders] = {}
     model.eval()
     for name, applied in weights.items():
-        losses: Losses = {}
+        losses: LossByOrders = {}
         with applied:
             for kind, (of_kind, group) in orders.items():
                 losses[kind] = validation_loss(
