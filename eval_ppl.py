@@ -199,7 +199,7 @@ def scorer_of(name: str, meaning: Meaning, a: Arguments, config: ModelConfig) ->
     if a.group > 1 and (config.l2r_only or meaning is None):
         raise UserError("--group is for any-order models: leave it out")
     if meaning is None:
-        return Scorer(joint=True)
+        return Scorer(joint=True)  # SEDD's bound
     if not isinstance(meaning, OrderConfig):
         return Scorer(mode=meaning, group=a.group)
     is_uniform = meaning.kind == "random"

@@ -96,6 +96,10 @@ class Step:
         self.count = self.rows[2]
         self.candidates = self.rows[3]
         self.size = self.rows[4]
+        # Queries that are a [MASK]: the slots (B,) where they begin, behind contents.
+        self.query_slot = self.known
+        if self.first is not None:
+            self.query_slot = self.cached + self.count - self.candidates
 
 
 def make_steps(
@@ -339,9 +343,8 @@ def places(step: Step, slots: Tensor, row: Tensor) -> Tensor:
     """Return the places of the inputs that are in slots, each of a row of the batch,
     where a step says which its first queries are."""
     assert step.first is not None
-    # Contents end, and queries begin, at this slot.
-    end = (step.cached + step.count - step.candidates)[row]
-    return torch.where(slots < end, slots, step.first[row] + slots - end)
+    start = step.query_slot[row]
+    return torch.where(slots < start, slots, step.first[row] + slots - start)
 
 
 def cached_hidden(
@@ -360,10 +363,7 @@ def cached_hidden(
     on are ignored. tables: `modulation_tables`. kernel: of `CachedPass`."""
     p = CachedPass(model, order, step, cache, tables, kernel)
     if model.mask_queries:
-        first_query = step.known[p.row]
-        if step.first is not None:
-            first_query = (step.cached + step.count - step.candidates)[p.row]
-        is_query = p.slot >= first_query
+        is_query = p.slot >= step.query_slot[p.row]
         queries: Any = model  # of systems/mask_query.py
         x = model.wte(ordered[p.row, p.own])
         x = torch.where(is_query.unsqueeze(1), queries.query.to(x.dtype), x)
