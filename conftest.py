@@ -12,7 +12,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
-from helpers import ALONE, make_data, of_system, tiny_config
+from helpers import ALONE, encoder_config, make_data, of_system, tiny_config
 
 import train
 from aogpt.runtime.command_line import run_script as run_main
@@ -99,6 +99,14 @@ def encoder(run, data):
     return config.run_folder
 
 
+@pytest.fixture(scope="session")
+def sedd(run, data):
+    """Return a run of SEDD, which reads its noise level."""
+    config = encoder_config(tiny_config(data, run.parent, "sedd", steps=6), noise=True)
+    train.train(config, ALONE)
+    return config.run_folder
+
+
 @pytest.fixture
 def script(monkeypatch, capsys):
     """Run a script's main with these arguments, as its last lines do, in this process:
@@ -123,8 +131,8 @@ def mistake(script):
     line."""
 
     def call(module, *arguments):
-        status, _, err = script(module, *arguments)
-        assert status == 2 and "Traceback" not in err, err
+        status, out, err = script(module, *arguments)
+        assert status == 2 and not out and "Traceback" not in err, out + err
         return " ".join(err.split())
 
     return call

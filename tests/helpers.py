@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aogpt.checkpoints import store
-from aogpt.data.loader import load_meta, read_tokens
+from aogpt.data.loader import TokenDataset, load_meta, read_tokens, spread
 from aogpt.data.prepare import Prepare, prepare
 from aogpt.data.tokenizers import get_tokenizer
 from aogpt.model import ModelConfig
@@ -51,6 +51,12 @@ needs_gpt2 = pytest.mark.skipif(
 needs_compiler = pytest.mark.skipif(
     not has_compiler(), reason="torch.compile needs a C++ compiler"
 )
+
+
+def tracked(*patterns):
+    """Return the names of the files of the project that match, as git lists them."""
+    listing = ["git", "ls-files", *patterns]
+    return subprocess.check_output(listing, cwd=ROOT, text=True).splitlines()
 
 
 def make_data(folder, words=4000, seed=0):
@@ -94,6 +100,12 @@ def documents(folder, split="test"):
     tokens = read_tokens(folder, split, verify=True)
     text = get_tokenizer(load_meta(folder)["tokenizer"]).decode(tokens)
     return text.split("<|endoftext|>")[:-1]
+
+
+def val_blocks(data, count):
+    """Return blocks of the validation split, spread over it, as scripts choose them."""
+    dataset = TokenDataset(data, "val", LENGTH)
+    return dataset.blocks(spread(count, dataset.num_blocks))
 
 
 def write_rows(path, rows):
@@ -176,11 +188,13 @@ def small_config(name, data, out, **changes):
     return change(config, **changes)
 
 
-def encoder_config(config):
+def encoder_config(config, noise=False):
     """Return the config of the same run of a model with full attention, trained on
-    random masks."""
-    model = replace(config.model, attention="full", target="none", mask_token=257)
-    objective = ObjectiveConfig("lambda_dce")
+    random masks. noise: of SEDD."""
+    model = replace(
+        config.model, attention="full", target="none", mask_token=257, noise=noise
+    )
+    objective = ObjectiveConfig("score_entropy" if noise else "lambda_dce")
     order = OrderConfig("random")
     return replace(config, model=model, objective=objective, order=order)
 
@@ -364,18 +378,18 @@ def newest(config):
     return read_checkpoint(store.find(config.run_folder)[-1])
 
 
-MODES = {
-    "mdm": ["--mode", "mdm:steps=5"],
-    "mdm cosine": ["--mode", "mdm:steps=5,schedule=cosine"],
-    "even": ["--mode", "even:steps=5"],
-    "l2r": ["--mode", "l2r"],
-    "l2r in groups": ["--mode", "l2r:group=3"],
-    "random": ["--mode", "random:group=2"],
-    "confidence": ["--mode", "confidence"],
-    "entropy": ["--mode", "entropy:group=2"],
-    "speculative": ["--mode", "speculative:draft=4"],
-    "speculative l2r": ["--mode", "speculative:order=l2r"],
-}
+MODES = [
+    "mdm:steps=5",
+    "mdm:steps=5,schedule=cosine",
+    "even:steps=5",
+    "l2r",
+    "l2r:group=3",
+    "random:group=2",
+    "confidence",
+    "entropy:group=2",
+    "speculative:draft=4",
+    "speculative:order=l2r",
+]
 
 
 def column(samples, key):

@@ -307,6 +307,10 @@ def randomise(model, seed, scale=1.0):
     return model.eval()
 
 
+def parameters(model):
+    return dict(model.named_parameters())
+
+
 TOKENS = 11  # of the small models
 
 
@@ -381,6 +385,28 @@ def conditionals(model, vocab_size, length):
                 log_probs = -model(sequences, order, starts)[:, len(context)]
             result[context, sizes, target] = log_probs.double().exp()
     return result
+
+
+def exact_loss(conditional, orders, size=1, given=0):
+    """Return nats per token of every sequence, (V ** T,), over these orders. size: of
+    an ensemble, over all other members; the first `given` steps of every order are the
+    prompt."""
+    total = 0
+    for order in orders:
+        prompt = order[:given]
+        for step in range(given, len(order)):
+            target = order[step]
+            own = conditional[tuple(order[:step]), target]
+            # Members are drawn from p(target) after every order of the same context.
+            of_each_order = []
+            for context in itertools.permutations(order[given:step]):
+                of_each_order.append(conditional[(*prompt, *context), target])
+            means = []
+            for members in itertools.product(of_each_order, repeat=size - 1):
+                ensemble = torch.stack([own, *members])
+                means.append(ensemble.mean(dim=0))
+            total = total - torch.stack(means).log().mean(dim=0)
+    return total / sum(len(order) - given for order in orders)
 
 
 def in_groups(model):

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from reference import all_sequences, enumerable_system
+from reference import all_sequences, enumerable_system, exact_loss
 
 from aogpt.evaluation.ensembles import MAX_DRAWS, MAX_MEMBERS, cheap_gains, index_of
 from aogpt.orders import Roles
@@ -14,38 +14,15 @@ V = 3
 SIZES = (2, 3)
 
 
-def exact_loss(conditional, size, orders, given=0):
-    """Return nats per token of every sequence, (V ** N,), over all contexts, orders and
-    other members; the first `given` steps of every order are the prompt."""
-    total = torch.zeros(V**N, dtype=torch.float64)
-    for order in orders:
-        prompt = order[:given]
-        for step in range(given, N):
-            target = order[step]
-            own = conditional[tuple(order[:step]), target]
-            # Members are drawn from p(target) after every order of the same context.
-            of_each_order = []
-            for context in itertools.permutations(order[given:step]):
-                of_each_order.append(conditional[(*prompt, *context), target])
-            means = []
-            for members in itertools.product(of_each_order, repeat=size - 1):
-                ensemble = torch.stack([own, *members])
-                means.append(ensemble.mean(dim=0))
-            log_means = torch.stack(means).log()
-            total -= log_means.mean(dim=0)
-    predicted = len(orders) * (N - given)
-    return total / predicted
-
-
 @pytest.fixture(scope="module", params=["AO-GPT", "two_stream"])
 def system(request):
     """Return a random decoder, its conditionals, and {size: its exact loss under
     uniform orders}."""
     model, conditional = enumerable_system(request.param, seed=1, scale=2.0)
-    all_orders = list(itertools.permutations(range(N)))
+    orders = list(itertools.permutations(range(N)))
     exact = {}
     for size in (1, *SIZES):
-        exact[size] = exact_loss(conditional, size, all_orders)
+        exact[size] = exact_loss(conditional, orders, size)
     return model, conditional, exact
 
 
@@ -98,8 +75,8 @@ def test_cheap_gains_are_of_contexts_that_begin_with_the_prompt(system):
         return gains[:, 0]
 
     orders = [(2, *rest) for rest in itertools.permutations((0, 1, 3))]
-    loss_of_one = exact_loss(conditional, 1, orders, given=1)
-    loss_of_three = exact_loss(conditional, 3, orders, given=1)
+    loss_of_one = exact_loss(conditional, orders, given=1)
+    loss_of_three = exact_loss(conditional, orders, size=3, given=1)
     exact_gain = loss_of_three[40] - loss_of_one[40]
     prompt_at_2 = [0, 0, 1, 0]
     gains = gains_of(tokens, prompt_at_2)

@@ -2,19 +2,12 @@
 way is for import-linter (make lint)."""
 
 import ast
-import subprocess
 import sys
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, tracked
 
-SOURCES = [
-    ROOT / name
-    for name in subprocess.run(
-        ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.split()
-    if "tests/" not in name
-]
+SOURCES = [ROOT / name for name in tracked("*.py") if "tests/" not in name]
 PAPER = {
     "model": set(),
     "orders": {"model", "runtime"},

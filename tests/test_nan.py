@@ -1,13 +1,12 @@
 """A NaN among the predictions of a model: every number that is reported for the text is
 then nan, or there is an error. No estimator takes it for a token that is not scored."""
 
-import dataclasses
 import functools
 import json
 import math
 
 import pytest
-from helpers import ALONE, encoder_config, of_system, prepared, tiny_config, write_rows
+from helpers import ALONE, of_system, prepared, tiny_config, write_rows
 from torch import nn
 
 import eval_gen
@@ -16,7 +15,6 @@ import train
 from aogpt import checkpoints
 from aogpt.data.loader import TokenDataset
 from aogpt.evaluation import judges
-from aogpt.objectives import ObjectiveConfig
 from aogpt.runtime.errors import UserError
 from aogpt.systems import build_model
 from aogpt.text_model import TextModel
@@ -40,16 +38,6 @@ class NaNHead(nn.Module):
             rows[self.left] = math.nan
         self.left -= len(rows)
         return logits
-
-
-@pytest.fixture(scope="module")
-def sedd(run, data):
-    config = encoder_config(tiny_config(data, run.parent, "sedd", steps=6))
-    noisy = dataclasses.replace(config.model, noise=True)
-    objective = ObjectiveConfig("score_entropy")
-    config = dataclasses.replace(config, model=noisy, objective=objective)
-    train.train(config, ALONE)
-    return config.run_folder
 
 
 def loaded_with(run, place):

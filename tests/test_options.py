@@ -3,13 +3,12 @@ list here with the reason why it stays."""
 
 import dataclasses
 import re
-import subprocess
 import tomllib
 from pathlib import Path
 from typing import get_type_hints
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, tracked
 
 import eval_gen
 import eval_ppl
@@ -22,18 +21,15 @@ ALLOWED = {
     "order.share": "a setting of two kinds of orders, as in context_l2r:share=0.3",
     "train.timeout": "large runs need more time to write a checkpoint",
 }
-PLACES = ("configs", "studies", "results", "docs", "Makefile", "README.md")
+PLACES = ["configs", "studies", "results", "docs", "Makefile", "README.md"]
 SUFFIXES = (".toml", ".py", ".md", ".ipynb", ".json", "")
 
 
 @pytest.fixture(scope="module")
 def texts():
     """Return the texts that may set options, by their paths."""
-    listed = subprocess.run(
-        ["git", "ls-files", *PLACES], cwd=ROOT, capture_output=True, check=True
-    )
     contents = {}
-    for name in listed.stdout.decode().splitlines():
+    for name in tracked(*PLACES):
         path = Path(name)
         if path.suffix in SUFFIXES and (ROOT / path).is_file():
             contents[name] = (ROOT / path).read_text()

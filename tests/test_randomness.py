@@ -1,13 +1,12 @@
 """No two uses of a seed share random numbers."""
 
 import ast
-import subprocess
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, tracked
 from reference import accept, make_system, random_tokens
 
 from aogpt.evaluation.ensembles import cheap_gains
@@ -91,9 +90,7 @@ def test_every_stream_has_one_use_and_the_seed_no_other_generator():
     assert len({getattr(randomness, name) for name in streams}) == len(streams)
     used = Counter()
     generators = []
-    listing = ["git", "ls-files", "*.py"]
-    places = subprocess.check_output(listing, cwd=ROOT, text=True).split()
-    for place in sorted(places):
+    for place in sorted(tracked("*.py")):
         if place.startswith(("tests/", "extras/", "studies/")) or place == "model.py":
             continue
         for node in ast.walk(ast.parse((ROOT / place).read_text())):

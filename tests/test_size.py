@@ -3,10 +3,9 @@ for it: what came since is a row of `ADDED`, with its tokens and its reason."""
 
 import ast
 import io
-import subprocess
 import tokenize
 
-from helpers import ROOT
+from helpers import ROOT, tracked
 
 # Tokens of Python without comments and docstrings, when the list was begun.
 BEGUN_WITH = 107_300
@@ -44,20 +43,9 @@ def tokens_of(text):
     return count
 
 
-def test_words_and_signs_count_comments_and_docstrings_do_not():
-    text = '"""A page."""\n\n\ndef two(x):  # why\n    """Return 2."""\n    return x\n'
-    assert tokens_of(text) == 8
-
-
 def test_the_library_and_its_scripts_grow_for_a_named_reason_alone():
-    listed = subprocess.run(
-        ["git", "ls-files", "*.py", "aogpt/**/*.py", "data/*.py"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    )
     sizes = {}
-    for name in listed.stdout.decode().splitlines():
+    for name in tracked("*.py"):
         path = ROOT / name
         is_ours = name.startswith(("aogpt/", "data/")) or "/" not in name
         if is_ours and name != "conftest.py" and not path.is_symlink():

@@ -21,10 +21,12 @@ from reference import (
     chi_square_p,
     encoder_outputs,
     enumerable_system,
+    exact_loss,
     listed_contexts,
     log_probs,
     make_system,
     order_through,
+    parameters,
     random_text,
     random_tokens,
     randomise,
@@ -52,10 +54,6 @@ from aogpt.training.batches import make_batch
 from aogpt.training.config import Config, StageConfig
 
 LENGTH = TINY["block_size"]
-
-
-def parameters(model):
-    return dict(model.named_parameters())
 
 
 def config_of(model):
@@ -230,21 +228,6 @@ def pattern_index(masked):
     return (masked * powers).sum(dim=-1)
 
 
-def ao_ar_of_encoder(model, tokens):
-    """Return the mean over all orders of sum_i -log p(x_{s_i} | x_{s_<i}) / n:
-    (rows,)."""
-    of_mask = []
-    for pattern in PATTERNS:
-        masked = pattern.expand(len(tokens), N)
-        of_mask.append(masked_log_probs(model, tokens, masked))
-    total = torch.zeros(len(tokens), dtype=torch.float64)
-    for order in itertools.permutations(range(N)):
-        for i, position in enumerate(order):
-            masked = torch.tensor([p not in order[:i] for p in range(N)])
-            total -= of_mask[pattern_index(masked)][:, position]
-    return total / math.factorial(N) / N
-
-
 def integral(a, b, low, high):
     """Return int_low^high r^a (1-r)^b dr, in fractions."""
     total = Fraction(0)
@@ -292,9 +275,9 @@ def expected_estimate(kind, model, tokens):
 def test_masked_losses_agree_in_expectation_with_the_any_order_loss(kind):
     """What t_dce leaves out, int_{1-eps}^1 (1/r) E_mask[...] dr, is added in
     fractions."""
-    model = enumerable_system("encoder AO-GPT", seed=0)[0]
+    model, conditional = enumerable_system("encoder AO-GPT", seed=0)
     tokens = all_sequences(V, N)
-    expected = ao_ar_of_encoder(model, tokens)
+    expected = exact_loss(conditional, list(itertools.permutations(range(N))))
     got = expected_estimate(kind, model, tokens)
     if kind == "t_dce":
         rows = tokens.repeat_interleave(len(PATTERNS), dim=0)
@@ -439,18 +422,16 @@ def test_the_unweighted_loss_is_a_mean_over_the_masked_tokens_of_lambda_dce():
 
 @pytest.mark.parametrize("kind", ["lambda_dce", "k_dce", "t_dce", "score_entropy"])
 def test_masks_are_a_function_of_seed_step_and_row(kind):
-    whole = drawn_masks(kind, seed=3, step=7, rows=range(12), total=12, length=LENGTH)
-    for size in (1, 3, 4):
-        parts = []
-        for start in range(0, 12, size):
-            rows = range(start, start + size)
-            part = drawn_masks(kind, seed=3, step=7, rows=rows, total=12, length=LENGTH)
-            parts.append(part)
+
+    def drawn(rows=range(12), seed=3, step=7):
+        return drawn_masks(kind, seed, step, rows, total=12, length=LENGTH)
+
+    whole = drawn()
+    for start, stop in ((0, 1), (1, 5), (4, 12)):
+        part = drawn(range(start, stop))
         for name in ("masked", "weight", "sigma"):
-            joined = torch.cat([getattr(part, name) for part in parts])
-            assert torch.equal(joined, getattr(whole, name))
-    for seed, step in ((4, 7), (3, 8)):
-        other = drawn_masks(kind, seed, step, range(12), 12, LENGTH)
+            assert torch.equal(getattr(part, name), getattr(whole, name)[start:stop])
+    for other in (drawn(seed=4), drawn(step=8)):
         assert not torch.equal(other.masked, whole.masked)
         assert not torch.equal(other.weight, whole.weight)
     # rows differ among themselves
@@ -518,9 +499,10 @@ def test_each_step_is_predicted_from_its_own_number_of_known_tokens(system):
     assert torch.equal(got == 0, sizes > steps)
     for b, i in (sizes <= steps).nonzero().tolist():
         size = sizes[b, i]
-        moved = torch.cat([order[b, :size], order[b, i : i + 1], order[b, size:i]])
-        moved = torch.cat([moved, order[b, i + 1 :]])[None]
-        alone = token_log_probs(model, tokens[b : b + 1], moved)[0, size]
+        moved = order_through(order[b, :size].tolist(), int(order[b, i]), LENGTH)
+        alone = token_log_probs(model, tokens[b : b + 1], torch.tensor([moved]))[
+            0, size
+        ]
         assert abs(got[b, i] - alone) < 1e-9
 
 
