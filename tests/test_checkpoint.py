@@ -19,7 +19,7 @@ import torch
 from helpers import ROOT, Hostile, assert_same, flip_byte, read_checkpoint, wait_for
 from safetensors.torch import load_file, save_file
 
-from aogpt.checkpoints import CheckpointError, load, load_model, store
+from aogpt.checkpoints import CheckpointError, load, store
 from aogpt.checkpoints.load import config_of
 from aogpt.model import ModelConfig
 from aogpt.runtime.files import write_atomically
@@ -311,34 +311,6 @@ def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(
         assert target.exists()
 
 
-def test_a_pickle_within_a_checkpoint_is_not_read(tmp_path):
-    """torch.distributed.checkpoint keeps a pickle .metadata in its own format."""
-    path = save(tmp_path, 1)
-    (path / ".metadata").write_bytes(pickle.dumps(Hostile(tmp_path / "touched")))
-    assert load(tmp_path).path == str(path)
-    assert not (tmp_path / "touched").exists()
-
-
-def test_load_gives_the_averaged_or_the_last_weights_of_the_newest_checkpoint(tmp_path):
-    older = save(tmp_path, 1, best=1)
-    newest = save(tmp_path, 2, best=1)
-    state = tiny_state(2)
-    for kind, expected in (
-        ("ema", state.average.weights),
-        ("raw", weights(state.model)),
-    ):
-        loaded = load(tmp_path, kind)
-        assert_same(weights(loaded.model), expected)
-        assert (loaded.path, loaded.step, loaded.weights) == (str(newest), 2, kind)
-        assert (loaded.tokenizer, loaded.vocab_size) == ("bytes", 17)
-        assert not loaded.model.training
-        assert loaded.model.config == TINY
-    assert not torch.equal(state.average.weights["start"], state.model.start)
-    for path in (older, tmp_path / "best"):
-        assert load(path).path == str(older)
-        assert_same(weights(load_model(path)), tiny_state(1).average.weights)
-
-
 @pytest.mark.parametrize(
     "text", ["step_00000009", "../../other/checkpoints/step_00000001", ""]
 )
@@ -404,14 +376,24 @@ def test_an_export_is_read_from_a_repository_with_its_tokenizer(tmp_path, monkey
     assert not any("*.py" in pattern for pattern in patterns)
 
 
-def test_checkpoint_is_the_last_the_best_or_a_step(tmp_path):
+def test_load_gives_both_weights_of_the_last_checkpoint_the_best_or_a_step(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step, keep=9, best=2)
     for checkpoint, step in (("last", 3), ("best", 2), ("1", 1), ("2", 2)):
-        loaded = load(tmp_path, checkpoint=checkpoint)
-        assert loaded.step == step
-        assert loaded.path == str(store.path_of(tmp_path, step))
-        assert_same(weights(loaded.model), tiny_state(step).average.weights)
+        state = tiny_state(step)
+        for kind, expected in (
+            ("ema", state.average.weights),
+            ("raw", weights(state.model)),
+        ):
+            loaded = load(tmp_path, kind, checkpoint=checkpoint)
+            assert_same(weights(loaded.model), expected)
+            assert (loaded.step, loaded.weights) == (step, kind)
+            assert loaded.path == str(store.path_of(tmp_path, step))
+            assert (loaded.tokenizer, loaded.vocab_size) == ("bytes", 17)
+            assert not loaded.model.training
+            assert loaded.model.config == TINY
+        assert not torch.equal(state.average.weights["start"], state.model.start)
+    assert load(tmp_path / "best").step == 2
     for checkpoint in ("4", "01", "newest", "../x", "-1"):
         with pytest.raises(
             CheckpointError, match="no checkpoint .*; it has last, best, 1, 2, 3$"

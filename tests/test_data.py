@@ -1,20 +1,23 @@
 """Tokenizers, which document goes into which split, and the loader."""
 
 import base64
+import functools
 import hashlib
 import itertools
 import json
 import math
 import random
 import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers import ALONE, flip_byte, needs_gpt2, prepared, tiny_config
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from test_tokenizer_files import of_bytes, of_words, saved
 
 import train
 from aogpt.checkpoints import load, store
@@ -27,7 +30,7 @@ from aogpt.data.loader import (
     read_tokens,
     spread,
 )
-from aogpt.data.tokenizers import get_tokenizer, other_tokenizer
+from aogpt.data.tokenizers import get_tokenizer
 from aogpt.evaluation.eval_sets import open_eval_set, open_split
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import sha256_file
@@ -38,12 +41,29 @@ every_tokenizer = pytest.mark.parametrize(
 )
 
 
-@every_tokenizer
+@functools.cache
+def tokenizer_of(name):
+    """Return a tokenizer by its name, or that of the tokenizer.json of a function."""
+    if not callable(name):
+        return get_tokenizer(name)
+    with tempfile.TemporaryDirectory() as folder:
+        return get_tokenizer(str(saved(name(), Path(folder))))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["bytes", "english", pytest.param("gpt2", marks=needs_gpt2), of_bytes, of_words],
+)
 @given(text=st.text())
-def test_round_trip(tokenizer, text):
-    tokens = get_tokenizer(tokenizer).encode(text)
-    assert get_tokenizer(tokenizer).decode(tokens) == text
-    assert tokenizer != "bytes" or tokens == list(text.encode())
+@example(text="\n")
+def test_round_trip(name, text):
+    tokenizer = tokenizer_of(name)
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text == "".join(tokenizer.pieces(tokens))
+    assert tokenizer.vocab_size > max(tokens, default=0)
+    assert name not in ("bytes", of_bytes) or tokens == list(text.encode())
+    first = tokenizer.encode("the")
+    assert tokenizer.decode(first + tokenizer.encode_after(text)) == "the" + text
 
 
 @needs_gpt2
@@ -70,16 +90,10 @@ def test_encode_and_decode_of_the_unusual(tokenizer):
     encoded = tokenizer.encode("naïve")
     assert tokenizer.decode(torch.tensor(encoded)) == "naïve"
     assert tokenizer.decode(np.array(encoded)) == "naïve"
-    assert "\ufffd" in tokenizer.decode(tokenizer.encode("🤖")[:1])
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffdb"
     for wrong in (-1, tokenizer.vocab_size):
         with pytest.raises(UserError, match=f"id {wrong} is not in the vocabulary"):
             tokenizer.decode([1, wrong])
-    lengths = tokenizer.byte_lengths
-    text = "naïve 🤖 Dorothy's old horse\n\n"
-    assert lengths.shape == (tokenizer.vocab_size,)
-    assert lengths[tokenizer.eot] == 0
-    assert lengths[tokenizer.encode_array(text)].sum() == len(text.encode())
 
 
 # every kind of byte that UTF-8 knows, in any order, which hardly ever is UTF-8
@@ -380,24 +394,8 @@ def test_a_vocabulary_is_known_by_its_sha256(tmp_path):
     checksums = [get_tokenizer(str(path)).sha256 for path in (one, same, other)]
     assert checksums[0] == checksums[1] != checksums[2]
     assert checksums[0] == sha256_file(one)
-    with pytest.raises(
-        UserError, match="tokenizer.tiktoken has changed .* put its file back"
-    ):
-        get_tokenizer(str(other), checksums[0])
     english = Path(tokenizers.__file__).with_name("english.tiktoken")
     assert get_tokenizer("english").sha256 == sha256_file(english)
-    recorded = {"tokenizer": "english", "tokenizer_sha256": checksums[0]}
-    for record in (
-        recorded,
-        {"tokenizer": "english"},
-        {"tokenizer": "tokenizer.tiktoken", "tokenizer_sha256": checksums[0]},
-    ):
-        assert not other_tokenizer(recorded, record)
-    for record in (
-        {"tokenizer": "english", "tokenizer_sha256": checksums[2]},
-        {"tokenizer": "b", "tokenizer_sha256": None},
-    ):
-        assert other_tokenizer(recorded, record)
 
 
 def test_a_vocabulary_of_ones_own_goes_from_the_data_to_the_run_and_its_export(
@@ -428,7 +426,7 @@ def test_a_vocabulary_of_ones_own_goes_from_the_data_to_the_run_and_its_export(
     lines[256:] = [lines[256].replace("256", "257"), lines[257].replace("257", "256")]
     (tmp_path / "w.tiktoken").write_text("\n".join(lines))
     (tmp_path / "export" / "tokenizer.tiktoken").write_text("\n".join(lines))
-    with pytest.raises(UserError, match="has changed"):
+    with pytest.raises(UserError, match="tokenizer.tiktoken has changed .* put its"):
         loaded.get_tokenizer()
     with pytest.raises(UserError, match="made with another vocabulary"):
         prepared("text", data, text, tokenizer=str(tmp_path / "w.tiktoken"))

@@ -1,20 +1,16 @@
 """Decoders of transformers: logits, greedy text, tokenizers, and training that starts
 from them."""
 
-import functools
 import json
 import math
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 from helpers import prepared, read_lines, run_script
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from reference import random_tokens
 
 import eval_ppl
@@ -25,21 +21,11 @@ from aogpt.data import prepare
 from aogpt.data.tokenizers import get_tokenizer
 from aogpt.model import rotary_angles
 from aogpt.runtime.errors import UserError
-from aogpt.systems import build_model
-from aogpt.training import initial_weights
-from aogpt.training.warm_start import warm_start
 from convert import convert
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
-from tokenizers import (  # noqa: E402
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)  # noqa
+from test_tokenizer_files import around, of_bytes, of_words  # noqa: E402
 
 TEXT = [
     "the quick brown fox — it's 10 o'clock. naïve café 日本語 😀\n\n  two  spaces " * 3
@@ -65,54 +51,6 @@ KINDS = {
 }
 
 
-def of_bytes(bos="<|begin_of_text|>"):
-    """As Llama 3's; without begin-of-text as Qwen's."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|begin_of_text|>", "<|end_of_text|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=special,
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(TEXT, trainer)
-    if bos:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, 0)]
-        )
-    return tokenizer
-
-
-def of_words():
-    """As Llama 2's and Mistral's."""
-    special = ["<unk>", "<s>", "</s>"]
-    fallback = [f"<0x{byte:02X}>" for byte in range(256)]
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True)
-    )
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=[*special, *fallback], show_progress=False
-    )
-    tokenizer.train_from_iterator(TEXT, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 1)]
-    )
-    return tokenizer
-
-
 @torch.no_grad()
 def write_model(
     folder: Path, kind: str, dtype=torch.float32, intermediate_size=40, **saving
@@ -120,10 +58,9 @@ def write_model(
     """Write a random tiny model of transformers and its tokenizer to a folder, as on
     the hub, and return the model."""
     name = kind.split()[0]
-    if name == "Mistral":
-        tokenizer = of_words()
-    else:
-        tokenizer = of_bytes(None if "Qwen" in name else "<|begin_of_text|>")
+    tokenizer = of_words() if name == "Mistral" else of_bytes()
+    if "Qwen" not in name:
+        tokenizer = around(tokenizer, "<s> $A")
     starts = tokenizer.encode("").ids or [1]
     config = getattr(transformers, f"{name}Config")(
         hidden_size=24,
@@ -377,32 +314,6 @@ def test_loading_needs_little_more_memory_than_the_weights(llama, tmp_path):
     assert 0.9 < float(done.stdout) < 1.3
 
 
-@functools.cache
-def tokenizer_pairs():
-    """Return pairs of our tokenizer and that of the library."""
-    pairs = []
-    for library_tokenizer in (of_bytes(), of_words()):
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "tokenizer.json"
-            library_tokenizer.save(str(path))
-            pairs.append((get_tokenizer(str(path)), library_tokenizer))
-    return pairs
-
-
-@settings(deadline=None, max_examples=60)
-@example("\n")
-@given(st.text(max_size=60))
-def test_tokenizers_give_text_back(text):
-    for tokenizer, library_tokenizer in tokenizer_pairs():
-        ids = tokenizer.encode(text)
-        assert tokenizer.decode(ids) == text == "".join(tokenizer.pieces(ids))
-        assert tokenizer.vocab_size > max(ids, default=0)
-        if "<" not in text:
-            assert ids == library_tokenizer.encode(text, add_special_tokens=False).ids
-        first = tokenizer.encode("the")
-        assert tokenizer.decode(first + tokenizer.encode_after(text)) == "the" + text
-
-
 def test_a_tokenizer_cuts_and_pads_nothing(tmp_path):
     path = tmp_path / "tokenizer.json"
     library_tokenizer = of_bytes()
@@ -505,28 +416,15 @@ def test_which_tokens_a_run_and_its_source_are_scored_on_is_said(
     assert loss(run, folder) == pytest.approx([of_source, of_source], rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "GPT-2"])
 def test_an_encoder_starts_from_a_pretrained_decoder(
-    kind, llama, data, tmp_path, monkeypatch, printed, train_from
+    llama, tmp_path, printed, train_from
 ):
-    """Its weights, with the mean of the token vectors as that of [MASK]; 50 steps."""
+    """test_resume.py has the weights of each layout."""
     folder = llama[1]
-    position = "rotary"
-    if kind == "Llama":
-        data = data_for(folder, tmp_path, val_fraction=0.2)
-    else:  # whose tokenizer, with 50,257 ids, would be most of the model
-        folder = tmp_path / "gpt2"
-        config = transformers.GPT2Config(
-            vocab_size=257, n_positions=32, n_embd=24, n_layer=2, n_head=2
-        )
-        torch.manual_seed(0)
-        transformers.GPT2LMHeadModel(config).save_pretrained(folder)
-        position = "learned"
-        monkeypatch.setattr(initial_weights, "check_same_tokenizer", lambda *_: None)
-    source = load(folder).model
-    V = source.config.vocab_size
+    data = data_for(folder, tmp_path, val_fraction=0.2)
+    V = load(folder).model.config.vocab_size
     options = f"--model.mask-token {V} --model.vocab-size {V + 1} --name encoder "
-    options += f"--model.position {position} --model.block-size 16 "
+    options += "--model.position rotary --model.block-size 16 "
     options += "--model.attention full --model.target none --train.steps 50 "
     options += "--objective.kind lambda_dce --order.kind random --order.l2r-prob 0 "
     options += "--train.batch-size 8 --optim.lr 2e-3 --optim.warmup-steps 5 "
@@ -538,12 +436,3 @@ def test_an_encoder_starts_from_a_pretrained_decoder(
     assert len(losses) == 3  # of the first one before all steps
     assert losses[-1] < losses[0] - 0.3
     assert "[MASK" not in printed(sample, run, "--prompt", "the[MASK:3] fox")
-
-    encoder = build_model(load(run).model.config)
-    warm_start(encoder, source)
-    tokens = source.wte.weight
-    assert torch.equal(encoder.wte.weight[:V], tokens)
-    assert torch.equal(encoder.wte.weight[V], tokens.mean(dim=0))
-    assert torch.equal(encoder.blocks[1].mlp.fc.weight, source.blocks[1].mlp.fc.weight)
-    if kind == "GPT-2":
-        assert torch.equal(encoder.wpe.weight, source.wpe.weight[1:17])

@@ -135,9 +135,7 @@ def test_a_step_is_the_gradient_of_the_mean_loss_of_its_global_batch_clipped(
         torch.testing.assert_close(p.grad, factor * q.grad, rtol=1e-3, atol=1e-6)
 
 
-def test_tokens_are_counted_as_seen_and_survive_a_resume_which_is_exact_with_muon_too(
-    data, tmp_path
-):
+def test_a_resume_is_exact_with_muon_too(data, tmp_path):
     whole = tiny_config(
         data,
         tmp_path / "whole",
@@ -148,7 +146,6 @@ def test_tokens_are_counted_as_seen_and_survive_a_resume_which_is_exact_with_muo
         checkpoint__interval=100,
     )
     train.train(whole, ALONE)
-    assert metrics(whole, "tokens") == {step: 8 * 16 * step for step in range(1, 21)}
     config = change(whole, out=str(tmp_path), train__steps=7)
     train.train(config, ALONE)
     train.train(change(config, train__steps=20), ALONE)
@@ -156,8 +153,6 @@ def test_tokens_are_counted_as_seen_and_survive_a_resume_which_is_exact_with_muo
     assert_same_states(config, whole, best=False)
     ours = [row for row in metrics(config) if row["step"] != 7]
     assert ours == [row for row in metrics(whole) if row["step"] != 7]
-    rates = metrics(config, "muon_lr")
-    assert {rates[step] for step in range(6, 21)} == {whole.optim.muon_lr}
 
 
 def test_a_finished_run_leaves_its_config_metrics_curve_and_the_last_checkpoints(
@@ -182,8 +177,6 @@ def test_a_finished_run_leaves_its_config_metrics_curve_and_the_last_checkpoints
         assert line["skipped_steps"] == 0
         assert line["mfu"] is None
         assert 2**20 < line["memory_bytes"] < 2**40  # Python with PyTorch in it
-    nothing_learned = math.log(320)
-    assert training[0]["loss"] == pytest.approx(nothing_learned, abs=0.1)
     assert training[-1]["loss"] < training[0]["loss"] - 1
     assert list(metrics(reference, "val_loss_l2r")) == [5, 10, 15, 20, 25, 30, 35, 40]
     losses = metrics(reference, "val_loss_random")
@@ -222,22 +215,11 @@ def test_what_has_changed_is_said_and_used_and_what_cannot_change_is_an_error(
     assert all(f"the split {split} in {other}" in said for split in ("train", "val"))
     assert metrics(config, "lr")[42] == learning_rate(41, config)
     assert configuration.load_toml(config.run_folder / "config.toml") == config
-    meta = json.loads((other / "meta.json").read_text())
-    meta["tokenizer"] = "words"
-    meta["tokenizer_sha256"] = "0"
-    (other / "meta.json").write_text(json.dumps(meta))
     before = files(config.run_folder)
-    longer = change(config, train__steps=43)
-    for changed, words in (
-        (longer, "tokenizer = 'bytes', but now it is 'words'"),
-        (
-            change(longer, optim__kind="muon"),
-            "optim.kind = 'adamw', but now it is 'muon', which cannot change",
-        ),
-    ):
-        with pytest.raises(UserError, match=words):
-            train.train(changed, ALONE)
-        assert files(config.run_folder) == before
+    words = "optim.kind = 'adamw', but now it is 'muon', which cannot change"
+    with pytest.raises(UserError, match=words):
+        train.train(change(config, train__steps=43, optim__kind="muon"), ALONE)
+    assert files(config.run_folder) == before
 
 
 DRIVER = """
