@@ -13,7 +13,6 @@ from aogpt.sampling.simple import nucleus
 from aogpt.sampling.token_choice import (
     RACES,
     TokenChoice,
-    _nucleus,
     choose_tokens,
     draw,
     fresh_uniforms,
@@ -186,55 +185,37 @@ DISTRIBUTIONS = {
 TOP_P = [1e-12, 0.0123, 0.31, 0.505, 0.777, 0.9137, 0.995, 1 - 1e-9]
 
 
-NUCLEI = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "name, vocab, dtype",
     [
         *itertools.product(DISTRIBUTIONS, [257], [torch.float32, torch.float64]),
         ("ties", 50_304, torch.float32),
     ],
 )
-
-
-@NUCLEI
-def test_the_nucleus_found_by_bisection_is_the_sorted_one(name, vocab, dtype):
-    seeds = range(2) if vocab > 1000 else range(9)
-    rows = [DISTRIBUTIONS[name](vocab, seed) for seed in seeds]
+def test_the_nucleus_is_the_sorted_one_and_both_paths_draw_the_same_tokens_of_it(
+    name, vocab, dtype, monkeypatch
+):
+    count = 4 if vocab > 1000 else 60
+    rows = [DISTRIBUTIONS[name](vocab, seed % 9) for seed in range(count)]
     logits = torch.stack(rows).to(dtype)
     probs = (logits - logits.amax(dim=-1, keepdim=True)).softmax(dim=-1)
-    mass = probs.double().sum(dim=-1, keepdim=True)
+    uniforms = random_uniforms(count, 1)
+    uniforms[0] = 0.0
+    uniforms[1] = JUST_BELOW_ONE
     for top_p in TOP_P:
+        choice = TokenChoice(top_p=top_p)
         in_nucleus = nucleus_by_sorting(probs, top_p)
-        nucleus_probs = _nucleus(probs, top_p * mass)
-        assert torch.equal(nucleus_probs, probs * in_nucleus)
-        got = probabilities(logits, TokenChoice(top_p=top_p))
+        got = probabilities(logits, choice)
         assert torch.equal(got > 0, in_nucleus)
         expected = probs.double() * in_nucleus
         expected = expected / expected.sum(dim=1, keepdim=True)
         assert (got - expected).abs().max() < 1e-12
-
-
-@NUCLEI
-def test_both_paths_draw_the_same_tokens_from_the_same_uniforms(
-    name, vocab, dtype, monkeypatch
-):
-    """All in the nucleus."""
-    seeds = 4 if vocab > 1000 else 60
-    rows = [DISTRIBUTIONS[name](vocab, seed % 9) for seed in range(seeds)]
-    logits = torch.stack(rows).to(dtype)
-    uniforms = random_uniforms(seeds, 1)
-    uniforms[0] = 0.0
-    uniforms[1] = JUST_BELOW_ONE
-    # from a nucleus of few tokens to one of nearly all
-    choices = [TokenChoice(top_p=top_p) for top_p in (0.0123, 0.505, 0.9137, 1 - 1e-9)]
-    choices.append(TokenChoice(temperature=0.7, top_p=0.777, top_k=9))
-    for choice in choices:
         by_row = choose_tokens(logits, uniforms, choice)
         with monkeypatch.context() as patch:
             patch.setattr(token_choice, "_may_branch", lambda x: False)
             by_bisection = choose_tokens(logits, uniforms, choice)
         assert torch.equal(by_row, by_bisection)
-        expected = probabilities(logits, choice)
-        assert (expected.gather(1, by_row[:, None]) > 0).all()
+        assert in_nucleus.gather(1, by_row[:, None]).all()
 
 
 UNIFORM = torch.full((100,), 0.01, dtype=torch.float64)  # over 100 cells
@@ -252,9 +233,6 @@ def test_fresh_uniforms_are_uniform_and_independent_of_the_old_ones(kind, salt):
     elif kind == "small":
         old = old * 2.0**-30
     new = fresh_uniforms(old, salt)
-    assert new.dtype == torch.float64
-    assert float(new.min()) >= 0
-    assert float(new.max()) < 1
     assert accept((new * 100).long().bincount(minlength=100), UNIFORM)
     scaled = old / old.max() * (1 - 1e-9)
     last_digits = (scaled * 5000) % 1
@@ -265,8 +243,6 @@ def test_fresh_uniforms_are_uniform_and_independent_of_the_old_ones(kind, salt):
         of_old = row.bincount(minlength=10).double() / n
         of_new = column.bincount(minlength=10).double() / n
         assert accept(observed, torch.outer(of_old, of_new).flatten())
-    correlation = torch.corrcoef(torch.stack([old, new]))[0, 1]
-    assert abs(float(correlation)) < 4 / math.sqrt(n)
     several = fresh_uniforms(old[:, None], torch.tensor([salt, salt + 1]))
     assert torch.equal(several[:, 0], new)  # a pure function that broadcasts
     cells = (several * 10).long() @ torch.tensor([10, 1])
@@ -275,22 +251,14 @@ def test_fresh_uniforms_are_uniform_and_independent_of_the_old_ones(kind, salt):
 
 @pytest.mark.parametrize("vocab", [63, 200, 5000])
 def test_a_draw_races_blocks_and_then_ids_and_pads_what_is_no_multiple(vocab):
-    """Every id as often as its weight says; in two blocks or more the marginals of
-    blocks, too."""
+    """Every id as often as its weight says."""
     weights = torch.rand(vocab, generator=seeded(0), dtype=torch.float64) ** 8
     parts = []
     for seed in range(10):
         uniforms = random_uniforms(2000, seed)
         parts.append(draw(weights.expand(2000, -1), uniforms))
     drawn = torch.cat(parts)
-    expected = weights / weights.sum()
-    assert accept(drawn.bincount(minlength=vocab), expected)
-    if vocab > 64:
-        of_blocks = torch.zeros(-(-vocab // 64), dtype=torch.float64)
-        of_blocks.scatter_add_(0, torch.arange(vocab) // 64, expected)
-        drawn_blocks = drawn // 64
-        counts = drawn_blocks.bincount(minlength=len(of_blocks))
-        assert accept(counts, of_blocks)
+    assert accept(drawn.bincount(minlength=vocab), weights / weights.sum())
 
 
 def test_rounding_of_the_logits_moves_no_token():

