@@ -732,7 +732,7 @@ def validations(monkeypatch, *losses):
     remaining = iter(losses)
 
     def evaluate(*arguments):
-        return {"": {"random": Loss(next(remaining), None)}}
+        return {"ema": {"random": Loss(next(remaining), None)}, "raw": {}}
 
     monkeypatch.setattr(train, "evaluate", evaluate)
 
