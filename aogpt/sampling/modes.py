@@ -62,10 +62,8 @@ def parse_mode(text: str, option: str = "mode") -> PlanFunction:
         order = named[1] if named else parameters["order"].default
     if order is not None:
         types.update(setting_types(order))
+    _, values = parse_settings(text, types, option)
     arguments: dict[str, Any] = {}
-    values = {}
-    if written:
-        _, values = parse_settings(text, types, option)
     of_order = []
     for key, value in values.items():
         if key in parameters:
