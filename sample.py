@@ -123,7 +123,6 @@ def sample(a: Arguments, procs: Processes) -> None:
     tokenizer = loaded.get_tokenizer()
     default = "l2r" if a.until_end else modes.default_mode(config)
     mode = a.decoding.mode or default
-    plan_function = modes.parse_mode(mode)
     if a.until_end and loaded.record_end is not None:
         raise UserError(
             "--until-end: this run knows the end of a record before its text "
@@ -154,7 +153,7 @@ def sample(a: Arguments, procs: Processes) -> None:
     report = Report(a, mode, loaded, tokenizer, outputs, procs)
     for numbers, samples in modes.generate_samples(
         engine,
-        plan_function,
+        modes.parse_mode(mode),
         contexts,
         a.seed,
         a.num_samples,
