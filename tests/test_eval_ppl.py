@@ -362,7 +362,7 @@ def batches(capacity):
         count=23,
         tokens=lambda rows: torch.zeros(len(rows), 256),
         dataset=SimpleNamespace(num_blocks=23),
-        batch=lambda rows: rows,
+        of_one_length=lambda rows: rows,
     )
     # 16 rows are 4,096 tokens
     runner = BatchRunner(ALONE, torch.float32, 256)
