@@ -16,7 +16,7 @@ import textwrap
 import numpy as np
 import pytest
 import tyro
-from helpers import ROOT, prepared, shell_lines, tracked
+from helpers import ROOT, prepared, shell_lines, tracked, write_jsonl, write_rows
 
 import convert
 import eval_ppl
@@ -47,6 +47,7 @@ DATASETS = (*prepare.DATASETS, *study_data.DATASETS)
 MADE = (
     "stories_bytes",
     "own",
+    "openwebtext",
     "books_english",
     "questions",
     "chorales_alto",
@@ -346,12 +347,11 @@ def test_commands_run(tmp_path, monkeypatch, script):
     (tmp_path / "MORE.jsonl.gz").write_bytes(
         gzip.compress(write["MORE.jsonl"].read_bytes())
     )
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "It was", "length": 12}\n')
-    rows = [json.dumps({"prompt": f"{i}+1=", "text": f"{i + 1}"}) for i in range(40)]
-    (tmp_path / "questions.jsonl").write_text("\n".join(rows))
+    write_rows(tmp_path / "prompts.jsonl", [{"prompt": "It was", "length": 12}])
+    questions = [{"prompt": f"{i}+1=", "text": f"{i + 1}"} for i in range(40)]
+    write_rows(tmp_path / "questions.jsonl", questions)
     for name, texts in RECORDS.items():
-        rows = [json.dumps({"text": text}) for text in texts]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+        write_jsonl(tmp_path / f"{name}.jsonl", texts)
     data = prepared(
         "text",
         tmp_path / "prepared",

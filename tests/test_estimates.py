@@ -85,24 +85,6 @@ def test_documents_are_clusters():
     assert estimate(values).document_error is None
 
 
-def test_intervals_cover_where_the_blocks_of_a_document_are_alike():
-    """With 6 documents of 3 to 40 blocks, the intervals that ignore them cover half the
-    time."""
-    generator = torch.Generator().manual_seed(0)
-    sizes = torch.tensor([3, 5, 10, 20, 30, 40])
-    documents = torch.arange(6).repeat_interleave(sizes)
-    alone = []
-    clustered = []
-    for _ in range(400):
-        of_documents = 0.3 * torch.randn(6, generator=generator)
-        of_blocks = 0.3 * torch.randn(len(documents), generator=generator)
-        losses = of_documents[documents] + of_blocks
-        alone.append(estimate(losses))
-        clustered.append(estimate(losses, documents=documents))
-    assert coverage(alone, 0) < 0.7
-    assert coverage(clustered, 0) > 0.85
-
-
 ORDERS = list(itertools.permutations(range(N)))
 REPEATS = 200
 TEXTS = 12

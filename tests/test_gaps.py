@@ -129,9 +129,8 @@ def test_special_tokens_that_are_read_as_text_get_a_warning(books, monkeypatch, 
     monkeypatch.setattr("sys.argv", words)
     commands.main()
     assert capsys.readouterr().err.startswith(f"note: {note}")
-    for settings in ({}, {"predict": [(0, 3)]}):
-        with pytest.warns(UserWarning, match="rank compares alternatives"):
-            books.score(["The [cat|dog] ran."], **settings)
+    with pytest.warns(UserWarning, match="rank compares alternatives"):
+        books.score(["The [cat|dog] ran."], predict=[(0, 3)])
 
 
 def test_a_space_before_a_mask_gets_a_warning(books):

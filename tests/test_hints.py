@@ -98,8 +98,7 @@ def test_a_printed_command_parses(words, parse, monkeypatch):
 
 def test_hints_are_found():
     scripts = {script_of(words)[0] for words in HINTS}
-    assert {"train.py", "sample.py", "eval_ppl.py", "data/prepare.py"} <= scripts
-    assert {"studies.findings", "studies.tasks", "studies.gpu_day"} <= scripts
+    assert {"train.py", "data/prepare.py", "studies.findings"} <= scripts
     assert len(HINTS) >= 70
 
 

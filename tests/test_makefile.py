@@ -11,7 +11,10 @@ import pytest
 from helpers import ROOT
 
 TARGET = ".venv/.requirements"
-LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+WITHOUT_GPU = pytest.mark.skipif(
+    sys.platform != "linux" or any(Path("/dev").glob("nvidia[0-9]*")),
+    reason="needs Linux without a GPU",
+)
 EDITABLE = "--no-deps --no-build-isolation --editable ."
 # Of a stub: what it installs is written down; an index fails if $INDEX_FAILS is set.
 RECORD = """echo "$*" >> installed.txt
@@ -75,14 +78,8 @@ def installed(folder):
     return lines
 
 
-def skip_beside_a_gpu():
-    if any(Path("/dev").glob("nvidia[0-9]*")):
-        pytest.skip("this machine has a GPU")
-
-
-@LINUX_ONLY
+@WITHOUT_GPU
 def test_uv_is_used_where_it_is_on_the_path(folder):
-    skip_beside_a_gpu()
     make = f"mkdir -p .venv/bin && ln -s {sys.executable} .venv/bin/python"
     make_program(folder / "bin" / "uv", f'case "$1" in venv) {make};; esac\n{RECORD}')
     finished = run_make(folder, TARGET, f"PYTHON={sys.executable}")
@@ -96,9 +93,8 @@ def test_uv_is_used_where_it_is_on_the_path(folder):
     assert "up to date" in run_make(folder, TARGET).stdout
 
 
-@LINUX_ONLY
+@WITHOUT_GPU
 def test_without_a_gpu_pytorch_alone_comes_from_the_cpu_index(folder):
-    skip_beside_a_gpu()
     make_environment_with_pip(folder)
     finished = run_make(folder, TARGET, "CPU_INDEX=http://mirror/cpu")
     torch, rest, package = installed(folder)
@@ -110,9 +106,8 @@ def test_without_a_gpu_pytorch_alone_comes_from_the_cpu_index(folder):
     assert "nothing from there" not in finished.stdout
 
 
-@LINUX_ONLY
+@WITHOUT_GPU
 def test_an_index_that_does_not_answer_costs_one_line(folder):
-    skip_beside_a_gpu()
     make_environment_with_pip(folder)
     finished = run_make(folder, TARGET, INDEX_FAILS="1")
     assert finished.stdout.count("nothing from there: PyTorch's default build") == 1
@@ -130,7 +125,6 @@ def test_with_a_gpu_everything_comes_from_the_default_index(folder):
 
 def test_an_included_file_pins_pytorch_too(folder):
     """As requirements-dev.txt does, for an environment that has another version."""
-    make_program(folder / "bin" / "nvidia-smi", "exit 9")
     make_environment_with_pip(folder)
     (folder / TARGET).touch()
     run_make(folder, "-o", TARGET, ".venv/.requirements-dev")

@@ -158,7 +158,6 @@ def test_progress_is_told_in_plain_lines(data, tmp_path, capsys):
     for first, last in ((2, 10), (11, 20), (21, 25)):
         means[last] = np.mean([losses[step] for step in range(first, last + 1)])
     assert helpers.metrics(config, "loss") == pytest.approx(means)
-    assert means[1] == pytest.approx(np.log(320), abs=0.1)  # before training
 
 
 @pytest.mark.parametrize("system", ["decoder", "encoder"])

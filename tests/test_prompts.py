@@ -45,15 +45,18 @@ def rows_of(tokens, order):
         yield row, tokens[row : row + 1, :length], order[row : row + 1, :length]
 
 
-def config_of(system, batch=4):
+def config_of(system):
     model = make_system(system).config
     kind = "ao_ar"
     if model.is_encoder:
         kind = "score_entropy" if model.noise else "k_dce"
-    orders = OrderConfig("l2r" if model.l2r_only else "random")
-    sizes = TrainConfig(batch_size=batch, micro_batch_size=1)
-    objective = ObjectiveConfig("ar" if model.l2r_only else kind)
-    return Config(model=model, objective=objective, order=orders, train=sizes, seed=3)
+    return Config(
+        model=model,
+        objective=ObjectiveConfig(kind),
+        order=OrderConfig("random"),
+        train=TrainConfig(batch_size=4, micro_batch_size=1),
+        seed=3,
+    )
 
 
 def test_lengths_of_records_are_counted_by_split(tmp_path, capsys):

@@ -192,7 +192,6 @@ MEANINGS = {  # the source, what the model changes -> what is said; None: it sta
         {"position": "both"},
         "set model.position = 'learned' .it is 'both'.$",
     ),
-    "vocabulary": ({}, {"vocab_size": 384}, "set model.vocab_size = 320 .it is 384.$"),
     "longer": (
         {},
         {"block_size": 32},

@@ -270,29 +270,20 @@ def test_a_file_of_prompts_gives_every_prompt_its_samples_in_its_order(draw, pro
         check_given(line, prompt, 12 - len(prompt.encode()))
 
 
-def test_rows_of_a_jsonl_file_have_their_own_kinds_and_lengths(
-    script, draw, run, prompts
+def test_an_encoder_takes_every_mode_but_speculation(
+    script, draw, mistake, encoder, prompts
 ):
-    words = ["--prompts", prompts(ROWS), "--num-samples", 2]
-    samples = draw(*words)
-    assert column(samples, "length") == [16, 16, 12, 12, 7, 7]
-    for number, line in enumerate(samples):
-        check_given(line, *PARTS[number // 2])
-        assert line["prompt"] == ROWS[number // 2]["prompt"]
-    status, out, err = script(sample, run, *words)
-    assert status == 0
-    assert "6 samples of 7 to 16 tokens" in err
-    assert all(line["text"] in out for line in samples)
-    assert "=== sample 3 of prompt 2 ===" in out
-
-
-def test_an_encoder_takes_every_mode_but_speculation(draw, mistake, encoder, prompts):
+    """Rows of a .jsonl file have their own kinds and lengths."""
+    rows = ["--prompts", prompts(ROWS)]
     for mode in MODES:
         if "speculative" not in mode:
-            words = ["--mode", mode, "--prompts", prompts(ROWS), "--num-samples", 1]
-            samples = draw(*words, path=encoder)
+            samples = draw("--mode", mode, *rows, "--num-samples", 1, path=encoder)
             for line, expected in zip(samples, PARTS, strict=True):
                 check_given(line, *expected)
+    status, out, err = script(sample, encoder, *rows, "--num-samples", 2)
+    assert status == 0
+    assert "6 samples of 7 to 16 tokens" in err
+    assert "=== sample 3 of prompt 2 ===" in out
     said = mistake(sample, encoder, "--mode", "speculative")
     assert "needs causal attention" in said
     assert "take another mode" in said
@@ -324,7 +315,6 @@ def words(text):
         ("--mode | l2r:steps=4", "'steps=4' is not a setting of l2r; it has group"),
         ("--mode | slots:block=0", "mode slots:block=0: | block is 0"),
         ("--mode | l2r:group=9999999999", "group is 9999999999 | 2147483648"),
-        ("--mode | speculative:draft=0", "draft is 0 | at least 1"),
         ("--mode | speculative:order=up", "'up'"),
         ("--mode | confidence:threshold=2", "the threshold is 2: for confidence"),
         ("--mode | file:file=no.npy", "no.npy cannot be read"),

@@ -161,7 +161,7 @@ def test_parts_of_several_processes_are_what_loading_and_converting_take(
     config, older, last = copy
     best = config.run_folder / "best"
     best.write_text(older.name + "\n")  # which in the run was the newest
-    for path, source in ((config.run_folder, last), (best, older), (older, older)):
+    for path, source in ((config.run_folder, last), (best, older)):
         tensors = read_checkpoint(source)["tensors"]
         for weights, prefix in (("ema", "ema."), ("raw", "model.")):
             loaded = load(path, weights)

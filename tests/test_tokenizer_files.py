@@ -244,11 +244,9 @@ def test_a_run_keeps_its_end_of_text_and_is_scored_with_it(
     config = change(config, model__vocab_size=259)
     train.train(config, ALONE)
     run = config.run_folder
-    settings = (run / "tokenizer_config.json").read_bytes()
     changed = change(config, data__folder=str(second), train__steps=6)
     with pytest.raises(UserError, match="data.eot = .*which cannot change"):
         train.train(changed, ALONE)
-    assert (run / "tokenizer_config.json").read_bytes() == settings
     fresh = change(changed, name="fresh", train__init_from=str(run))
     assert train.train(fresh, ALONE) == 0, "a new run may have another"
 

@@ -95,8 +95,6 @@ def test_the_committed_outputs_are_those_of_this_code(committed, fresh):
 @EXECUTES
 def test_every_step_shows_what_it_says(fresh):
     texts = printed(fresh)
-    assert len(texts) == CELLS
-    assert all(texts[i] for i in range(CELLS) if i != 7)
     # 5 and 6: an infill keeps both sides; the steps fill in each position of the gap
     # once.
     for line in texts[4].splitlines():
