@@ -399,7 +399,7 @@ def test_a_bad_option_ends_with_status_2_and_a_message(mistake, run, data):
     for options, words in (
         ("--split tset", "no split 'tset'"),
         ("--datasets lm1b", "python data/prepare.py lm1b"),
-        ("--orders fixed_blockwise:blocks=3", "'blocks' is not a setting"),
+        ("--orders fixed_blockwise:blocks=3", "'blocks=3' is not a setting"),
         ("--orders confidence:block=0", "--orders confidence:block=0: block is 0"),
         ("--orders fixed_blockwise:block=17", "order.block 17 exceeds the blocks of"),
         ("--ensemble 8 --group 2", "leave out --ensemble or --bound"),
