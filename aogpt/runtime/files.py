@@ -181,7 +181,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, str]]:
             is_empty = False
             yield place, line
     if is_empty:
-        raise UserError(f"{path} is empty: write one text a line")
+        raise UserError(f"{path} is empty or blank: write one text a line")
 
 
 def lines_of(stream: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
