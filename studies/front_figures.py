@@ -143,8 +143,11 @@ def difference(experiment: Experiment, entries: Entries, name: str) -> dict:
 
 
 def is_marked(experiment: Experiment, recipe: str, name: str) -> bool:
-    """Return whether a run config beside the encoder is a claim that was marked."""
+    """Return whether a run config beside the encoder is a claim that was marked, and
+    whose runs test it."""
     for claim in experiment.claims:
+        if claim.no_verdict:
+            continue
         if recipe in claim.primary and {claim.lower, claim.higher} == {name, "encoder"}:
             return True
     return False

@@ -790,7 +790,7 @@ def overview() -> str:
     partial = []
     for name in experiment_names():
         if not has_results(name):
-            missing.append(name)
+            missing.append(f"- {name}: {load_experiment(name).title}")
             continue
         experiment, recipes = load_results(name)
         if parts := not_run(experiment, recipes):
@@ -811,7 +811,12 @@ def overview() -> str:
     table = markdown_table(head, lines, left=4)
     text = filled((CONFIGS / "page.md").read_text())
     if missing:
-        table += ["", f"Not run yet: {', '.join(missing)}."]
+        table += [
+            "",
+            "Claims are written for these, and they are not run yet:",
+            "",
+            *missing,
+        ]
     if partial:
         table += ["", f"Partly run: {', '.join(partial)}."]
     return text.replace("TABLE", "\n".join(table))

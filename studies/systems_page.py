@@ -65,7 +65,7 @@ def table(experiment: Experiment, recipes: Recipes, recipe: str) -> list[str]:
             [
                 entry["description"] or name,
                 pages.cost_cell(entry, "parameters"),
-                f"{share:.0%}" if share else "",
+                f"{share:.1%}" if share else "",
                 pages.cost_cell(entry, "mflops"),
                 LOSSES[config.objective.kind],
                 f"{len(entry['tuning'])}: {pages.tuned_cell(entry)}",
