@@ -27,7 +27,13 @@ from aogpt.runtime.devices import pick_dtype
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import Outputs, ReportOptions, provenance, versions
 from aogpt.runtime.processes import Processes, processes
-from aogpt.runtime.validation import LARGEST, Count, check_values, expand_home
+from aogpt.runtime.validation import (
+    LARGEST,
+    Count,
+    check_value,
+    check_values,
+    expand_home,
+)
 from aogpt.sampling import modes
 from aogpt.sampling.modes import MODE_HELP, DecodingOptions, sample_records
 
@@ -131,10 +137,7 @@ def check_model(run: str, loaded: Loaded, mode: str, length: int | None) -> None
         )
     modes.check_mode(modes.parse_mode(mode), loaded.model.config)
     limit = loaded.model.config.block_size
-    if length is not None and length > limit:
-        raise UserError(
-            f"{run}: --length is {length}; give at most its block size, {limit}"
-        )
+    check_value(length, Annotated[int, Interval(le=limit)] | None, f"{run}: --length")
 
 
 def make_samples(

@@ -19,6 +19,7 @@ from typing import Annotated
 
 import torch
 import tyro
+from annotated_types import Interval
 
 from aogpt.checkpoints.load import Loaded, load
 from aogpt.data.tokenizers import Tokenizer, notes_on_special
@@ -35,7 +36,7 @@ from aogpt.runtime.errors import UserError
 from aogpt.runtime.files import read_lines
 from aogpt.runtime.outputs import OutputOptions, Outputs, provenance
 from aogpt.runtime.processes import Processes, processes
-from aogpt.runtime.validation import Count, check_values, from_json
+from aogpt.runtime.validation import Count, check_value, check_values, from_json
 from aogpt.sampling import modes
 from aogpt.sampling.engine import Generation
 from aogpt.sampling.modes import DecodingOptions, sample_records
@@ -131,10 +132,7 @@ def sample(a: Arguments, procs: Processes) -> None:
     if of_data:
         requests = read_dataset(a.prompts, loaded, tokenizer)
     for row in a.rows:
-        if row > len(requests):
-            raise UserError(
-                f"--rows {row}: there are {counted(len(requests), 'prompts')}"
-            )
+        check_value(row, Annotated[int, Interval(le=len(requests))], "--rows")
     contexts = {}
     for number, request in enumerate(requests):
         if a.rows and number + 1 not in a.rows:

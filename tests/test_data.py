@@ -303,7 +303,7 @@ NO_NUMBER = {"file": "train.bin", "tokens": True, "sha256": ""}
 @pytest.mark.parametrize(
     ("tokens", "split", "block_size", "changes", "says"),
     [
-        (50, "val", 4, {}, "no split 'val'; it has train"),
+        (50, "val", 4, {}, "the split of .* is 'val', but it must be one of 'train'"),
         (50, "train", 51, {}, "50 tokens.*lower block_size to at most 50"),
         (50, "train", 1, {"format": 3}, "meta.json: format is 3"),
         (50, "train", 1, {"splits": {"train": {}}}, "lacks splits.train.file"),

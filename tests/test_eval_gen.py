@@ -352,7 +352,7 @@ def test_a_sweep_over_runs_and_modes_is_one_table(script, run, encoder, tmp_path
             ["RUN", "--mode", "mdm:steps=4", "l2r:steps=4"],
             "mode l2r:steps=4: 'steps=4' is not a setting of l2r",
         ),
-        (["RUN", "--length", LENGTH + 1], f"give at most its block size, {LENGTH}"),
+        (["RUN", "--length", LENGTH + 1], f"it must be at most {LENGTH}"),
         (["ENCODER", "--mode", "speculative"], "needs causal attention"),
         (["PLAIN", "--mode", "mdm"], "plain GPT"),
         (["nowhere.jsonl"], "nowhere.jsonl: there is no such file"),

@@ -397,7 +397,7 @@ def test_a_model_has_the_orders_that_it_knows_and_no_others(
 
 def test_a_bad_option_ends_with_status_2_and_a_message(mistake, run, data):
     for options, words in (
-        ("--split tset", "no split 'tset'"),
+        ("--split tset", "is 'tset', but it must be one of"),
         ("--datasets lm1b", "python data/prepare.py lm1b"),
         ("--orders fixed_blockwise:blocks=3", "'blocks=3' is not a setting"),
         ("--orders confidence:block=0", "--orders confidence:block=0: block is 0"),

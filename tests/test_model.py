@@ -285,10 +285,10 @@ REFUSED += [
         r"mask_token is 320.*below model\.vocab_size \(320\)",
     ),
     ({**ENCODER, "mask_token": 0}, "mask_token is 0"),
-    ({"mask_token": 257}, "mask_token = 257 is for encoders"),
-    ({"noise": True}, "noise = True is for encoders"),
+    ({"mask_token": 257}, "mask_token = 257 does not go with"),
+    ({"noise": True}, "noise = True does not go with"),
     ({"target": "rotary"}, "target = 'rotary'.*set model.position to 'rotary'"),
-    ({**ENCODER, "target": "adaln"}, "target is 'adaln', but an encoder"),
+    ({**ENCODER, "target": "adaln"}, "target = 'adaln' does not go with"),
     (
         {**ENCODER, "position": "rotary", "n_head": 4, "n_embd": 12},
         "even head width, but it is 3",

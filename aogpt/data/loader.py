@@ -19,7 +19,14 @@ from ..runtime.errors import UserError
 from ..runtime.files import sha256_file
 from ..runtime.paths import DATA
 from ..runtime.randomness import philox_bits
-from ..runtime.validation import Count, FileName, NonNegative, expand_home, read_json
+from ..runtime.validation import (
+    Count,
+    FileName,
+    NonNegative,
+    check_value,
+    expand_home,
+    read_json,
+)
 from .catalogue import command_for
 from .prompts import END_GIVEN, PADDING, PREDICTED
 from .record_end import RecordEnd
@@ -100,10 +107,7 @@ def read_tokens(folder: str | Path, split: str, verify: bool = False) -> np.ndar
     first ids, or with `verify` of all ids and checksums. Raises FileNotFoundError or
     UserError."""
     meta = load_meta(folder)
-    if split not in meta["splits"]:
-        raise UserError(
-            f"{folder} has no split {split!r}; it has {', '.join(meta['splits'])}"
-        )
+    check_value(split, Literal[tuple(meta["splits"])], f"the split of {folder}")
     entry = meta["splits"][split]
     count = entry["tokens"]
     token_file = Path(folder) / entry["file"]

@@ -54,11 +54,8 @@ def source_files(paths: Iterable[Path], readers: dict[str, Reader]) -> tuple[Pat
             continue
         inside = [p for p in path.rglob("*") if not is_hidden(p.relative_to(path))]
         readable = [p for p in inside if p.is_file() and reader_of(p, readers)]
-        if not readable:
-            raise UserError(
-                f"{path}: there is no file of a known kind ({', '.join(readers)})"
-            )
-        files += sorted(readable)
+        # without one, `find_reader` refuses the folder by its name
+        files += sorted(readable) or [path]
     if len({path.resolve() for path in files}) < len(files):
         raise UserError("a file is given twice; leave it out")
     return tuple(files)

@@ -7,6 +7,7 @@ index in the prediction order: place i of the buffers (B, T + 1) has the token o
 position `order[b, i]`. Place T is written to where a row has nothing to write, and
 never read."""
 
+import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -68,10 +69,10 @@ class Tally:
             self.progress(int(size.sum()))
 
 
-class Batch:
+class Batch(abc.ABC):
     """The state of B samples, and what advances it. How a model predicts is in
     subclasses: `predict`, `count` and `inputs_kept` of a `CachedBatch` or an
-    `EncoderBatch`. Not abstract methods, as `compiled.Graphed` calls those above it."""
+    `EncoderBatch`."""
 
     def __init__(
         self,
@@ -131,12 +132,12 @@ class Batch:
             index, _ = self.prefer(step, hidden, index)
         self.unmask(step, hidden, index)
 
+    @abc.abstractmethod
     def predict(self, step: Step) -> tuple[Tensor, Tensor]:
         """Return hidden states (N, D), and which of them predicts each place,
         (B, T + 1); it means something for candidates alone. With two rows of 5 and 2
         inputs, of which the last 2 and 1 predict places 3, 4 and 1: index[0, 3:5] is
         3 4, and index[1, 1] is 6."""
-        raise NotImplementedError  # by design: see Batch
 
     def prefer(
         self, step: Step, hidden: Tensor, index: Tensor, by: Sequence[str] | None = None
@@ -238,17 +239,17 @@ class Batch:
 
     # ---- what a pass computes --------------------------------------------------------
 
+    @abc.abstractmethod
     def count(
         self, cached: Tensor, known: Tensor, candidates: Tensor, length: Tensor
     ) -> Tensor:
         """Return the inputs of a pass that predicts the candidates after `known`
         tokens, of rows (B,) or of all steps (G, B), on the host."""
-        raise NotImplementedError  # by design: see Batch
 
+    @abc.abstractmethod
     def inputs_kept(self, known: Tensor, targets_fixed: bool = True) -> Tensor:
         """Return how many inputs are in the cache after a pass with `known` tokens; see
         `cached.inputs_kept`."""
-        raise NotImplementedError  # by design: see Batch
 
 
 class CachedBatch(Batch):

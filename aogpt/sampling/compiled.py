@@ -143,7 +143,9 @@ class Graphed(Batch):
             self.record_all(plan)
 
     def predict(self, step: Step) -> tuple[Tensor, Tensor]:
-        return self.replay("predict", super().predict, step, self.pass_size(step))
+        # that of a CachedBatch or an EncoderBatch
+        predict = super().predict  # type: ignore[safe-super]
+        return self.replay("predict", predict, step, self.pass_size(step))
 
     def prefer(
         self, step: Step, hidden: Tensor, index: Tensor, by: Sequence[str] | None = None

@@ -19,8 +19,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..model import AOGPT, ModelConfig
 from ..runtime import devices
 from ..runtime.errors import UserError
-from ..runtime.validation import Count, check_value
-from ..scoring import check_finite
 from .adaptive import adapt
 from .batch import Batch, CachedBatch, EncoderBatch, OnUnmasked, Tally
 from .cached import decoding_copy, make_steps
@@ -109,7 +107,8 @@ class Engine:
         rows that pad the token table are not tokens. batch_size: samples in flight,
         halved while memory runs out; None: all. compile: torch.compile the blocks,
         which takes minutes; on a GPU also take ragged attention and CUDA graphs."""
-        check_value(vocab_size, Count | None, "vocab_size")
+        if vocab_size is not None and vocab_size < 1:
+            raise UserError(f"vocab_size is {vocab_size}; give at least 1")
         self.choice = choice or TokenChoice()
         self.vocab_size = vocab_size
         self.batch_size = batch_size
@@ -247,7 +246,11 @@ class Engine:
                 follow(batch, plan, tally, end_token)
 
         # 3. Wait for the device, and put the results in sequence order.
-        check_finite(batch.log_probs[:, :T].isfinite().all() & ~batch.has_nan)
+        if batch.has_nan or not batch.log_probs[:, :T].isfinite().all():
+            raise UserError(
+                "the output of the model is not finite: its weights overflowed or hold "
+                "NaN"
+            )
         order = batch.order[:, :T].cpu()
         by_place = (batch.tokens[:, :T].cpu(), tally.step, batch.log_probs[:, :T].cpu())
         by_position = []

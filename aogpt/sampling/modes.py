@@ -62,7 +62,9 @@ def parse_mode(text: str, option: str = "mode") -> PlanFunction:
         order = named[1] if named else parameters["order"].default
     if order is not None:
         types.update(setting_types(order))
-    _, values = parse_settings(text, types, option)
+    values = {}
+    if written:
+        _, values = parse_settings(text, types, option)
     arguments: dict[str, Any] = {}
     of_order = []
     for key, value in values.items():

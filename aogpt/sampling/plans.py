@@ -21,8 +21,7 @@ from torch import Tensor
 
 from ..orders import inverse_permutation, orders_at, parse_order
 from ..runtime.errors import UserError
-from ..runtime.validation import Amount, Count, check_value, check_values
-from ..scoring import check_boolean
+from ..runtime.validation import Amount, Count, check_values
 from .scores import ALL_SCORES, ScoreName
 
 # The tokens of a sample, None where they are to be generated.
@@ -116,7 +115,11 @@ class Plan:
             raise UserError(
                 "a plan's steps must be -1 (given) or more and must not fall"
             )
-        check_value(self.unmask_by, Literal["order", *ALL_SCORES], "unmask_by")
+        if self.unmask_by not in ("order", *ALL_SCORES):
+            raise UserError(
+                f"a plan's unmask_by is {self.unmask_by!r}; it must be one of 'order', "
+                f"{', '.join(map(repr, ALL_SCORES))}"
+            )
         self.generated = valid & (self.step >= 0)
         given = valid & (self.step < 0)
         self.given = torch.empty_like(given).scatter_(1, self.order, given)
@@ -156,7 +159,8 @@ class Samples:
         self.T = int(length.max()) if length.numel() else 0
         if given is None:
             given = torch.zeros(self.B, self.T, dtype=torch.bool)
-        check_boolean(given, "given")
+        if given.dtype != torch.bool:
+            raise UserError(f"given is {given.dtype}; give a boolean tensor")
         positions = torch.arange(self.T)
         self.position = positions.expand(self.B, self.T)
         self.valid = self.position < self.length[:, None]
@@ -204,7 +208,8 @@ class Samples:
     def in_groups(self, key: Tensor, group: int) -> Plan:
         """Return the plan of the positions by rising key (B, T), any numbers, `group`
         in a step."""
-        check_value(group, Count, "group")
+        if group < 1:
+            raise UserError(f"group is {group}; give at least 1")
         order, index = self.order_by(key)
         step = index // group
         return Plan(order, step.where(index >= 0, -1), self.length)
@@ -214,7 +219,8 @@ class Samples:
         generate."""
         if steps is None:
             return self.missing.clamp(min=1)[:, None]
-        check_value(steps, Count, "steps")
+        if steps < 1:
+            raise UserError(f"steps is {steps}; give at least 1")
         return torch.full((self.B, 1), steps)
 
 
@@ -267,10 +273,11 @@ def even_plan(
 def elapsed_at(share: Tensor, schedule: Schedule) -> Tensor:
     """Return 1 - t at the time t at which this share u of the positions is unmasked:
     t = 1 - u, or with cosine u = 1 - sin(pi t / 2)."""
-    check_value(schedule, Schedule, "schedule")
     if schedule == "linear":
         return share
-    return (1 - share).acos() * (2 / math.pi)
+    if schedule == "cosine":
+        return (1 - share).acos() * (2 / math.pi)
+    raise UserError(f"the schedule is {schedule!r}; give 'linear' or 'cosine'")
 
 
 def score_plan(

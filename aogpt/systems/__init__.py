@@ -109,22 +109,23 @@ def check_config(c: ModelConfig) -> None:
         raise UserError(
             f"rotary positions need an even head width, but it is {c.head_dim}"
         )
-    if c.is_encoder and c.target != "none":
-        raise UserError(
-            f"model.target is {c.target!r}, but an encoder (model.attention = 'full') "
-            "has no target position; set model.target to 'none'"
-        )
     if c.is_encoder and (c.mask_token is None or not 0 < c.mask_token < c.vocab_size):
         raise UserError(
             f"model.mask_token is {c.mask_token}; an encoder (model.attention = "
             "'full') needs the first id after the tokenizer's, below model.vocab_size "
             f"({c.vocab_size}): 50257 for gpt2, 257 for bytes"
         )
-    for name, value in (("mask_token", c.mask_token), ("noise", c.noise or None)):
-        if not c.is_encoder and value is not None:
+    misplaced = {
+        "target": c.is_encoder and c.target != "none",
+        "mask_token": not c.is_encoder and c.mask_token is not None,
+        "noise": not c.is_encoder and c.noise,
+    }
+    for name, is_misplaced in misplaced.items():
+        if is_misplaced:
             raise UserError(
-                f"model.{name} = {value!r} is for encoders; set model.attention to "
-                "'full'"
+                f"model.{name} = {getattr(c, name)!r} does not go with model.attention "
+                f"= {c.attention!r}: an encoder ('full') has a model.mask_token, may "
+                "have model.noise, and has model.target = 'none'"
             )
     if c.rope_scaling is not None:
         factor, low, high, length = c.rope_scaling
