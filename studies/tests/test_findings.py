@@ -1104,6 +1104,7 @@ def test_a_name_may_stand_for_the_run_config_that_was_tuned_lowest():
         result = {"losses": {"training": [loss]}, "measured": {}, "tokens": [1]}
         lines.append(json.dumps({"run": folder, "result": result}))
     toml = {
+        "recipes": {"r": {"tune": {"lr": [0.1, 0.2]}}},
         "run_configs": {"one": {}, "other": {}},
         "best_of": best_of,
         "tuning_seeds": [100],

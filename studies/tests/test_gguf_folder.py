@@ -6,13 +6,30 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import safetensors.torch
-from test_pretrained import KINDS, TEXT, of_bytes, write_model
+from test_pretrained import KINDS, TEXT, write_model
 
 from aogpt.checkpoints import load
 from aogpt.runtime.errors import UserError
 from studies import gguf_folder
 
 gguf = pytest.importorskip("gguf")
+tokenizers = pytest.importorskip("tokenizers")
+
+
+def of_merges():
+    """Return a tokenizer of bytes and of a pair that TEXT has often, as SmolLM2's."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    of_bytes = tokenizers.pre_tokenizers.ByteLevel
+    tokenizer.pre_tokenizer = of_bytes(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=259,  # as of `write_model`
+        initial_alphabet=of_bytes.alphabet(),
+        special_tokens=["<|begin_of_text|>", "<|end_of_text|>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    return tokenizer
 
 
 def write_gguf(path, folder, quantised=False, split="smollm"):
@@ -72,8 +89,7 @@ def test_a_converted_file_is_the_model_of_its_folder(quantised, tmp_path, monkey
     monkeypatch.setitem(KINDS, "Llama", {})  # without scaled positions
     folder = tmp_path / "folder"
     write_model(folder, "Llama", intermediate_size=64)
-    tokenizer = of_bytes(None)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    of_merges().save(str(folder / "tokenizer.json"))
     write_gguf(tmp_path / "model.gguf", folder, quantised, split="gpt-2")
     gguf_folder.convert(tmp_path / "model.gguf", tmp_path / "converted")
     expected = load(folder)
@@ -95,7 +111,7 @@ def test_a_converted_file_is_the_model_of_its_folder(quantised, tmp_path, monkey
 def test_another_way_of_splitting_text_is_refused(tmp_path):
     folder = tmp_path / "folder"
     write_model(folder, "Llama")
-    of_bytes(None).save(str(folder / "tokenizer.json"))
+    of_merges().save(str(folder / "tokenizer.json"))
     write_gguf(tmp_path / "model.gguf", folder, split="default")
     with pytest.raises(UserError, match="splits text as 'default'"):
         gguf_folder.convert(tmp_path / "model.gguf", tmp_path / "converted")
