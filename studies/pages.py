@@ -192,8 +192,11 @@ def mean_cell(values: list[float | None], form: str = ".3f") -> str:
 
 
 def form_of(kind: str) -> str:
-    """Return how a figure is printed: right answers as a percentage."""
-    return ".1%" if is_share(kind) else ".3f"
+    """Return how a figure is printed: right answers as a percentage, gains of
+    ensembles, which may be small, with five digits."""
+    if is_share(kind):
+        return ".1%"
+    return ".5f" if kind.startswith("gain_") else ".3f"
 
 
 def unit_of(experiment: Experiment, recipe: str, names: Iterable[str]) -> str:
