@@ -255,10 +255,9 @@ def check_mask(model: Transformer, tokens: Tensor, masked: Tensor) -> None:
     check_boolean(masked, "masked")
 
 
-def check_finite(is_finite: bool | Tensor, whose: str = "the model") -> None:
-    """Raise UserError for an output that is not finite: a ranking by it would be any
-    order."""
-    if not is_finite:
+def check_finite(numbers: Tensor, whose: str = "the model") -> None:
+    """Raise UserError if a number is NaN: a ranking by it would be any order."""
+    if numbers.isnan().any():
         raise UserError(
             f"the output of {whose} is not finite: its weights overflowed or hold NaN"
         )

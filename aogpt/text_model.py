@@ -488,7 +488,7 @@ class TextModel:
             lengths=torch.tensor([len(text) for text in texts], device=self.device),
             vocab_size=vocab_size,
         )
-        check_finite(not along.isnan().any())
+        check_finite(along)
         along = along.cpu().double()
         by_position = torch.zeros_like(along).scatter_(1, order, along).tolist()
         log_probs = []
@@ -636,7 +636,7 @@ class TextModel:
             logits = logits[:, : self.loaded.vocab_size]
             parts.append(logits.double().softmax(dim=-1))
         probabilities = torch.cat(parts)
-        check_finite(not probabilities.isnan().any())
+        check_finite(probabilities)
         return probabilities.unflatten(0, (B, len(masked)))
 
     def _likely(self, ids: Tensor, probabilities: Tensor) -> list[Likely]:

@@ -141,7 +141,7 @@ def fill(
         filled, log_weights = extended(
             model, rows, drawn, lengths, after, temperature, vocab_size
         )
-        check_finite(not log_weights.isnan().any())
+        check_finite(log_weights)
         if not log_weights.isfinite().any():
             raise aogpt.UserError("no continuation leads to the text after the gap")
         log_evidence += float(log_weights.logsumexp(dim=0)) - math.log(draws)
@@ -220,7 +220,7 @@ def token_scores(
 def ranked(rows: list[Row]) -> list[Filling]:
     """Return fillings, the best first."""
     joints = torch.tensor([row.log_gaps + row.log_right for row in rows]).double()
-    check_finite(not joints.isnan().any())
+    check_finite(joints)
     shares = joints.softmax(dim=0).tolist()
     lengths_differ = len({row.lengths for row in rows}) > 1
     fillings = []

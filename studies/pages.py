@@ -722,7 +722,7 @@ def details_of(experiment: Experiment, recipes: Recipes) -> list[str]:
     seeds = ", ".join(map(str, experiment.tuning_seeds))
     tuning = f"Rates are tuned on seeds {seeds}, which no table holds."
     if not is_tuned:
-        tuning = "Nothing was tuned: rates are of the file, or the middle of its grid."
+        tuning = "Nothing was tuned: rates stand in the file or are a grid's middle."
     return [*lines, f"{tuning} Commit {commits_of(rows)}.", ""]
 
 

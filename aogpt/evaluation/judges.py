@@ -6,7 +6,6 @@ another tokenizer reach it as text. Without a start token (GPT-2) it scores all 
 but the first. Samples longer than its context are cut into windows, each scored like a
 sample."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -77,9 +76,9 @@ class Judge:
             tokens = pad_sequence(rows, batch_first=True)
             nll = self.nll(tokens.to(self.device)).double().cpu()
             for (sample, ids), row in zip(batch, nll, strict=True):
-                total = float(row[first : len(ids)].sum())
-                check_finite(not math.isnan(total), f"the judge {self.name}")
-                totals[sample] += total
+                scored = row[first : len(ids)]
+                check_finite(scored, f"the judge {self.name}")
+                totals[sample] += float(scored.sum())
                 counts[sample] += max(0, len(ids) - first)
         return list(zip(totals, counts, strict=True))
 
