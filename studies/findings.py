@@ -31,6 +31,7 @@ from studies import experiment as experiments
 from studies import pages
 from studies import prepare as studies_prepare
 from studies.bench_common import cpu_name
+from studies.costs import costs_in_turn
 from studies.experiment import CONFIGS, Experiment, experiment_names, load_experiment
 from studies.figures import figure, targets_figure
 from studies.front_figures import FIGURES as FRONT_FIGURES
@@ -103,13 +104,14 @@ def run(experiment: Experiment, a: Arguments) -> None:
 
 
 def measure_speeds(experiment: Experiment) -> None:
-    """Write the tokens a second of short runs of the run configs in the table of costs
-    that have results, trained in turn, so that other work of the machine affects all of
-    them alike."""
+    """Write what the run configs in the table of costs that have results take: tokens a
+    second of short runs, time and memory of decoding, memory of training. They take
+    turns, so that other work of the machine affects all of them alike."""
     if not experiment.equal_time:
         raise UserError(f"{experiment.name} has no table of costs to measure for")
     _, recipes = pages.load_results(experiment.name)
     speeds: pages.Speeds = {}
+    costs = {}
     for recipe, entries in recipes.items():
         show(f"{recipe}:", flush=True)
         configs = {}
@@ -119,8 +121,10 @@ def measure_speeds(experiment: Experiment) -> None:
                 tuned = entries[name]["tuned"]
                 configs[name] = experiment.config(recipe, run_config, 0, tuned)
         speeds[recipe] = speeds_in_turn(configs, REPETITIONS)
+        costs[recipe] = costs_in_turn(configs, REPETITIONS)
     report = {
         "tokens_per_second": speeds,
+        "costs": costs,
         "commit": commit(),
         "cpu": cpu_name(),
         "versions": versions(),

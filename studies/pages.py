@@ -32,6 +32,7 @@ from pathlib import Path
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import markdown_table
 from aogpt.runtime.validation import read_toml
+from studies.costs import SAMPLES
 from studies.experiment import CONFIGS, Experiment, experiment_names, load_experiment
 from studies.measures import mean_and_half_width
 from studies.runner import MissingRow, Recipes, Results, Runner, commits_of, with_best
@@ -497,7 +498,9 @@ def page_of(page: Page, claims: dict[str, list[dict]]) -> list[str]:
         lines += [f"![{e.name}]({page.name}.png)", ""]
     lines += [*main_table(e, recipes), "", interval_of(recipes), ""]
     if e.equal_time:
-        lines += equal_time_tables(e, recipes, read_speeds(e.name))
+        speeds, costs = read_speeds(e.name)
+        lines += equal_time_tables(e, recipes, speeds)
+        lines += decoding_tables(e, costs)
     verdicts = []
     for recipe in recipes:
         for claim in claims[recipe]:
@@ -606,14 +609,17 @@ def equal_time_tables(
 ) -> list[str]:
     """Return a table for each recipe: what each run config costs, its loss, and the
     loss of the run config that stands for it with fewer tokens, which takes a share of
-    the operations and of the time of the first run config."""
+    the operations and of the time of the first run config. Without such a one, no
+    columns of it."""
     first = next(iter(experiment.equal_time))
+    has_parts = any(name != other for name, other in experiment.equal_time.items())
     lines = [
         "**What each costs** ([how it is measured](README.md#what-each-costs)).",
         "",
     ]
-    head = ["parameters", "MFLOPs a token", "time a token"]
-    head += ["all tokens", "half of the tokens", "at equal operations, time"]
+    head = ["parameters", "MFLOPs a token", "time a token", "all tokens"]
+    if has_parts:
+        head += ["half of the tokens", "at equal operations, time"]
     for recipe, entries in recipes.items():
         rows = []
         for name, other in experiment.equal_time.items():
@@ -623,10 +629,7 @@ def equal_time_tables(
             times = times_beside(speeds.get(recipe, {}), name, first)
             time = "not measured"
             if times:
-                time = (
-                    f"{statistics.median(times):.2f} "
-                    f"({min(times):.2f} to {max(times):.2f})"
-                )
+                time = spread_cell(times)
             part = ""
             on_line = ""
             if other != name and {first, other} <= entries.keys():
@@ -646,21 +649,44 @@ def equal_time_tables(
                     at_time = f"{loss_at(*losses, tokens, 1 / slower):.3f}"
                 part = f"{loss} ({operations:.2f}, {share})"
                 on_line = f"{at_operations:.3f}, {at_time}"
-            rows.append(
-                [
-                    options_of(experiment, recipe, name),
-                    cost_cell(entry, "parameters"),
-                    cost_cell(entry, "mflops"),
-                    time,
-                    figure_cell(experiment, experiment.kind, entry["runs"]),
-                    part,
-                    on_line,
-                ]
-            )
+            row = [
+                options_of(experiment, recipe, name),
+                cost_cell(entry, "parameters"),
+                cost_cell(entry, "mflops"),
+                time,
+                figure_cell(experiment, experiment.kind, entry["runs"]),
+            ]
+            rows.append([*row, part, on_line] if has_parts else row)
         title = f"{title_of(recipe)}: {title_of(experiment.kind)}"
         lines += markdown_table([title, *head], rows)
         lines.append("")
     return lines
+
+
+def decoding_tables(experiment: Experiment, costs: dict[str, dict]) -> list[str]:
+    """Return a table for each recipe whose memory and decoding were measured."""
+    first = next(iter(experiment.equal_time))
+    lines = []
+    for recipe, by_name in costs.items():
+        steps = by_name[first]["steps"]
+        head = [title_of(recipe), "training step, MB", "decoding, MB"]
+        head += [f"time of {SAMPLES} samples in {count} steps" for count in steps]
+        rows = []
+        for name, own in by_name.items():
+            row = [options_of(experiment, recipe, name)]
+            for key in ("training_bytes", "decoding_bytes"):
+                row.append(f"{own[key] / 1e6:.1f}")
+            pairs = zip(own["seconds"], by_name[first]["seconds"], strict=True)
+            for seconds, others in pairs:
+                times = [a / b for a, b in zip(seconds, others, strict=True)]
+                row.append(spread_cell(times))
+            rows.append(row)
+        lines += [*markdown_table(head, rows), ""]
+    return lines
+
+
+def spread_cell(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def costs_beside(part: dict, other: dict) -> tuple[float, float]:
@@ -683,13 +709,15 @@ def times_beside(speeds: dict[str, list[float]], name: str, first: str) -> list[
     return [first_speed / speed for first_speed, speed in pairs]
 
 
-def read_speeds(name: str) -> Speeds:
+def read_speeds(name: str) -> tuple[Speeds, dict[str, dict]]:
     """Return the trained tokens a second of an experiment's run configs, measured in
-    turn, by recipe; none where they were not measured."""
+    turn, and their memory and decoding (`Costs`), by recipe; none where they were not
+    measured."""
     file = RESULTS / f"{name}.speeds.json"
     if not file.exists():
-        return {}
-    return json.loads(file.read_text())["tokens_per_second"]
+        return {}, {}
+    measured = json.loads(file.read_text())
+    return measured["tokens_per_second"], measured.get("costs", {})
 
 
 def options_of(experiment: Experiment, recipe: str, name: str) -> str:

@@ -454,6 +454,9 @@ def test_a_page_tells_what_run_configs_cost_and_reach_with_fewer_tokens():
     assert cells[2][1] == "`--model.target rotary --model.position rotary`"
     assert cells[4][1] == "`--model.target none --model.attention full`"
     assert "README.md#what-each-costs" in lines[0]
+    alone = dataclasses.replace(experiment, equal_time={"rotary": "rotary"})
+    lines = pages.equal_time_tables(alone, {"fast": entries}, {})
+    assert not any("half of the tokens" in line for line in lines)
     for name in SHIPPED:
         shipped = load_experiment(name)
         for entries in shipped.recipes.values():

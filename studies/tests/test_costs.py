@@ -1,0 +1,58 @@
+"""Memory and time of run configs beside each other."""
+
+import pytest
+import torch
+
+from aogpt.model import ModelConfig
+from aogpt.objectives import ObjectiveConfig
+from aogpt.training.config import Config, TrainConfig
+from studies import pages
+from studies.costs import costs_in_turn
+from studies.experiment import load_experiment
+
+SHAPE = {"vocab_size": 32, "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16}
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_memory_and_decoding_are_measured_in_turn_and_shown(threads):
+    """Weights, their average, gradients and two moments are five times the parameters;
+    only the rest grows with the batch."""
+    decoder = ModelConfig(**SHAPE, position="rotary", target="mask_query")
+    encoder = ModelConfig(**SHAPE, attention="full", target="none", mask_token=31)
+    train = TrainConfig(batch_size=4)
+    configs = {
+        "mask_query": Config(model=decoder, train=train),
+        "larger": Config(model=decoder, train=TrainConfig(batch_size=8)),
+        "encoder": Config(
+            model=encoder, train=train, objective=ObjectiveConfig("lambda_dce")
+        ),
+    }
+    costs = costs_in_turn(configs, repetitions=3)
+    parameters = 2 * 12 * 32 * 32 + 32 * 32
+    for own in costs.values():
+        assert own["training_bytes"] > 5 * 4 * parameters
+        assert own["decoding_bytes"] > 0
+        assert own["steps"] == (4, 16)
+        assert [len(seconds) for seconds in own["seconds"]] == [3, 3]
+    grown = costs["larger"]["training_bytes"] - costs["mask_query"]["training_bytes"]
+    assert 0 < grown < costs["mask_query"]["training_bytes"]
+
+    e22 = load_experiment("E22")
+    for name, factor in (("mask_query", 2), ("encoder", 3)):
+        costs[name]["seconds"] = [[1.0 * factor, 2.0], [4.0, 2.0 * factor]]
+    del costs["larger"]
+    costs["rotary"] = costs["mask_query"]
+    shown = {name: costs[name] for name in ("rotary", "encoder")}
+    shown["encoder"]["training_bytes"] = 1_300_000
+    lines = pages.decoding_tables(e22, {"fast": shown})
+    cells = [cell.strip() for cell in lines[3].split("|")]
+    assert cells[1] == "`--model.target none --model.attention full`"
+    assert cells[2] == "1.3"
+    assert cells[4:6] == ["1.25 (1.00 to 1.50)", "1.25 (1.00 to 1.50)"]
+    assert "time of 8 samples in 16 steps" in lines[0]
