@@ -104,9 +104,9 @@ def run(experiment: Experiment, a: Arguments) -> None:
 
 
 def measure_speeds(experiment: Experiment) -> None:
-    """Write what the run configs in the table of costs that have results take: tokens a
-    second of short runs, time and memory of decoding, memory of training. They take
-    turns, so that other work of the machine affects all of them alike."""
+    """Write what the run configs in the table of costs take: tokens a second of short
+    runs, time and memory of decoding, memory of training. They take turns, so that other
+    work of the machine affects all of them alike."""
     if not experiment.equal_time:
         raise UserError(f"{experiment.name} has no table of costs to measure for")
     _, recipes = pages.load_results(experiment.name)
@@ -116,10 +116,10 @@ def measure_speeds(experiment: Experiment) -> None:
         show(f"{recipe}:", flush=True)
         configs = {}
         for name in experiment.equal_time:
-            if name in entries:
-                run_config = experiment.recipes[recipe][name]
-                tuned = entries[name]["tuned"]
-                configs[name] = experiment.config(recipe, run_config, 0, tuned)
+            run_config = experiment.recipes[recipe][name]
+            # rates change nothing here, where they are not tuned yet
+            tuned = entries.get(name, {}).get("tuned", run_config.untuned)
+            configs[name] = experiment.config(recipe, run_config, 0, tuned)
         speeds[recipe] = speeds_in_turn(configs, REPETITIONS)
         costs[recipe] = costs_in_turn(configs, REPETITIONS)
     report = {
