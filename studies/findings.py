@@ -105,8 +105,8 @@ def run(experiment: Experiment, a: Arguments) -> None:
 
 def measure_speeds(experiment: Experiment) -> None:
     """Write what the run configs in the table of costs take: tokens a second of short
-    runs, time and memory of decoding, memory of training. They take turns, so that other
-    work of the machine affects all of them alike."""
+    runs, time and memory of decoding, memory of training. They take turns, so that
+    other work of the machine affects all of them alike."""
     if not experiment.equal_time:
         raise UserError(f"{experiment.name} has no table of costs to measure for")
     _, recipes = pages.load_results(experiment.name)

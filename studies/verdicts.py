@@ -244,8 +244,8 @@ def compared(
 ) -> tuple[float, float | None, float | None]:
     """Return the sum of the means of independent samples, half the width of its 95%
     interval, and the two-sided p value of the sum + margin, by Welch's t test; the sum
-    alone if a sample is of a single run. The error of texts that all seeds share is not
-    in the spread over seeds, and is added to it."""
+    alone if a sample is of a single run. The error of orders, masks or records that
+    all seeds share is not in the spread over seeds, and is added to it."""
     from scipy import stats
 
     means = []
