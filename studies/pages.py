@@ -677,8 +677,8 @@ def decoding_tables(experiment: Experiment, costs: dict[str, dict]) -> list[str]
             for key in ("training_bytes", "decoding_bytes"):
                 row.append(f"{own[key] / 1e6:.1f}")
             pairs = zip(own["seconds"], by_name[first]["seconds"], strict=True)
-            for seconds, others in pairs:
-                times = [a / b for a, b in zip(seconds, others, strict=True)]
+            for seconds, seconds_of_first in pairs:
+                times = [a / b for a, b in zip(seconds, seconds_of_first, strict=True)]
                 row.append(spread_cell(times))
             rows.append(row)
         lines += [*markdown_table(head, rows), ""]

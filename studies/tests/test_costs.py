@@ -1,5 +1,7 @@
 """Memory and time of run configs beside each other."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -10,7 +12,18 @@ from studies import pages
 from studies.costs import costs_in_turn
 from studies.experiment import load_experiment
 
-SHAPE = {"vocab_size": 32, "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16}
+DECODER = ModelConfig(
+    vocab_size=32,
+    block_size=16,
+    n_layer=2,
+    n_head=2,
+    n_embd=32,
+    position="rotary",
+    target="mask_query",
+)
+ENCODER = dataclasses.replace(
+    DECODER, position="learned", attention="full", target="none", mask_token=31
+)
 
 
 @pytest.fixture
@@ -23,14 +36,12 @@ def threads():
 def test_memory_and_decoding_are_measured_in_turn_and_shown(threads):
     """Weights, their average, gradients and two moments are five times the parameters;
     only the rest grows with the batch."""
-    decoder = ModelConfig(**SHAPE, position="rotary", target="mask_query")
-    encoder = ModelConfig(**SHAPE, attention="full", target="none", mask_token=31)
     train = TrainConfig(batch_size=4)
     configs = {
-        "mask_query": Config(model=decoder, train=train),
-        "larger": Config(model=decoder, train=TrainConfig(batch_size=8)),
+        "mask_query": Config(model=DECODER, train=train),
+        "larger": Config(model=DECODER, train=TrainConfig(batch_size=8)),
         "encoder": Config(
-            model=encoder, train=train, objective=ObjectiveConfig("lambda_dce")
+            model=ENCODER, train=train, objective=ObjectiveConfig("lambda_dce")
         ),
     }
     costs = costs_in_turn(configs, repetitions=3)
