@@ -12,11 +12,12 @@ from aogpt.sampling import Engine, Plan, plans
 from aogpt.systems import build_model
 from aogpt.training.batches import make_batch
 from aogpt.training.config import Config
-from aogpt.training.optimizers import EMA, MAX_GRAD_NORM, make_optimizers
+from aogpt.training.optimizers import EMA, make_optimizers
 from studies.bench_common import seeded
 from studies.decoding_speed import allocated
+from studies.step_speed import update
 
-SAMPLES = 8  # decoded at once
+SAMPLES = 8
 CPU = torch.device("cpu")
 
 
@@ -26,8 +27,9 @@ class Costs:
 
     training_bytes: int  # with weights, their average and the optimizer's state
     decoding_bytes: int  # without the weights
-    steps: tuple[int, ...]  # a measurement of decoding each
-    seconds: list[list[float]]  # of SAMPLES samples, for each of `steps`
+    samples: int  # decoded at once
+    steps: tuple[int, ...]  # of decoding: few, and one for each position
+    seconds: list[list[float]]  # for each of `steps`, of each repetition
 
 
 def costs_in_turn(configs: dict[str, Config], repetitions: int) -> dict[str, dict]:
@@ -42,7 +44,13 @@ def costs_in_turn(configs: dict[str, Config], repetitions: int) -> dict[str, dic
         plan = masked_diffusion(config, steps[-1], 0)
         _, most = allocated(CPU, lambda e=engine, p=plan: e.generate(p))
         engines[name] = engine
-        costs[name] = Costs(training_bytes(config), most, steps, [[] for _ in steps])
+        costs[name] = Costs(
+            training_bytes=training_bytes(config),
+            decoding_bytes=most,
+            samples=SAMPLES,
+            steps=steps,
+            seconds=[[] for _ in steps],
+        )
     for repetition, name in itertools.product(range(repetitions + 1), configs):
         own = costs[name]
         for steps, seconds in zip(own.steps, own.seconds, strict=True):
@@ -51,8 +59,7 @@ def costs_in_turn(configs: dict[str, Config], repetitions: int) -> dict[str, dic
             engines[name].generate(plan, uniforms=seeded(repetition))
             if repetition > 0:
                 seconds.append(time.perf_counter() - started)
-    for name, own in costs.items():
-        show(f"{name}: {own}", flush=True)
+        show(f"{name}: decoded {SAMPLES} samples", flush=True)
     return {name: asdict(own) for name, own in costs.items()}
 
 
@@ -73,13 +80,8 @@ def training_bytes(config: Config) -> int:
         tokens = torch.randint(ids, shape, generator=seeded())
         for step in range(2):
             batch = make_batch(tokens, config, step, range(shape[0]))
-            objective = config.objective
-            objective.definition.loss(model, batch, objective).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            average.update()
+            loss = config.objective.definition.loss(model, batch, config.objective)
+            update(loss, model, optimizers, average)
 
     _, most = allocated(CPU, train)
     return most

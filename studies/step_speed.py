@@ -14,6 +14,7 @@ import torch
 import tyro
 from torch import Tensor
 
+from aogpt.model import Transformer
 from aogpt.objectives import ao_ar_loss
 from aogpt.orders import OrderConfig, orders_at
 from aogpt.runtime.devices import autocast, has_compiler, pick_device, pick_dtype
@@ -118,12 +119,7 @@ class Trainee:
         started = time.perf_counter()
         with autocast(self.device, self.dtype):
             loss = ao_ar_loss(self.model, tokens, order)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        self.average.update()
+        update(loss, self.model, self.optimizers, self.average)
         common.synchronize(self.device)
         measured = {"loss": loss.item(), "seconds": time.perf_counter() - started}
         common.tell(f"step {step}, {self.name}: {measured['seconds']:.3g} s")
@@ -144,6 +140,21 @@ class Trainee:
             2 * weights + torch.cuda.max_memory_allocated(self.device) - before
         )
         return steps
+
+
+def update(
+    loss: Tensor,
+    model: Transformer,
+    optimizers: list[torch.optim.Optimizer],
+    average: EMA,
+) -> None:
+    """Update weights and their average from a loss, as a run does on one process."""
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    average.update()
 
 
 def measure(systems: list[Trainee], o: TrainOptions) -> dict[str, list[dict]]:
