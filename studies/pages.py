@@ -32,7 +32,6 @@ from pathlib import Path
 from aogpt.runtime.errors import UserError
 from aogpt.runtime.outputs import markdown_table
 from aogpt.runtime.validation import read_toml
-from studies.costs import SAMPLES
 from studies.experiment import CONFIGS, Experiment, experiment_names, load_experiment
 from studies.measures import mean_and_half_width
 from studies.runner import MissingRow, Recipes, Results, Runner, commits_of, with_best
@@ -609,8 +608,8 @@ def equal_time_tables(
 ) -> list[str]:
     """Return a table for each recipe: what each run config costs, its loss, and the
     loss of the run config that stands for it with fewer tokens, which takes a share of
-    the operations and of the time of the first run config. Without such a one, no
-    columns of it."""
+    the operations and of the time of the first run config. The columns of such
+    stand-ins are left out where there are none."""
     first = next(iter(experiment.equal_time))
     has_parts = any(name != other for name, other in experiment.equal_time.items())
     lines = [
@@ -664,13 +663,16 @@ def equal_time_tables(
 
 
 def decoding_tables(experiment: Experiment, costs: dict[str, dict]) -> list[str]:
-    """Return a table for each recipe whose memory and decoding were measured."""
+    """Return a table for each recipe whose memory and decoding were measured; times
+    are beside the first run config's. costs: by recipe and run config, the fields of
+    `Costs`."""
     first = next(iter(experiment.equal_time))
     lines = []
     for recipe, by_name in costs.items():
-        steps = by_name[first]["steps"]
+        samples = by_name[first]["samples"]
         head = [title_of(recipe), "training step, MB", "decoding, MB"]
-        head += [f"time of {SAMPLES} samples in {count} steps" for count in steps]
+        for steps in by_name[first]["steps"]:
+            head.append(f"time of {samples} samples in {steps} steps")
         rows = []
         for name, own in by_name.items():
             row = [options_of(experiment, recipe, name)]
@@ -686,6 +688,7 @@ def decoding_tables(experiment: Experiment, costs: dict[str, dict]) -> list[str]
 
 
 def spread_cell(values: list[float]) -> str:
+    """Return the median, with the least and the largest."""
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 

@@ -33,7 +33,7 @@ def threads():
     torch.set_num_threads(before)
 
 
-def test_memory_and_decoding_are_measured_in_turn_and_shown(threads):
+def test_memory_and_decoding_are_measured_in_turn(threads):
     """Weights, their average, gradients and two moments are five times the parameters;
     only the rest grows with the batch."""
     train = TrainConfig(batch_size=4)
@@ -54,14 +54,19 @@ def test_memory_and_decoding_are_measured_in_turn_and_shown(threads):
     grown = costs["larger"]["training_bytes"] - costs["mask_query"]["training_bytes"]
     assert 0 < grown < costs["mask_query"]["training_bytes"]
 
-    e22 = load_experiment("E22")
-    for name, factor in (("mask_query", 2), ("encoder", 3)):
-        costs[name]["seconds"] = [[1.0 * factor, 2.0], [4.0, 2.0 * factor]]
-    del costs["larger"]
-    costs["rotary"] = costs["mask_query"]
-    shown = {name: costs[name] for name in ("rotary", "encoder")}
-    shown["encoder"]["training_bytes"] = 1_300_000
-    lines = pages.decoding_tables(e22, {"fast": shown})
+
+def test_a_page_shows_memory_and_times_beside_the_first():
+    first = {
+        "training_bytes": 1_000_000,
+        "decoding_bytes": 1_000_000,
+        "samples": 8,
+        "steps": [4, 16],
+        "seconds": [[2.0, 2.0], [4.0, 4.0]],
+    }
+    encoder = {**first, "training_bytes": 1_300_000}
+    encoder["seconds"] = [[3.0, 2.0], [4.0, 6.0]]
+    costs = {"fast": {"rotary": first, "encoder": encoder}}
+    lines = pages.decoding_tables(load_experiment("E22"), costs)
     cells = [cell.strip() for cell in lines[3].split("|")]
     assert cells[1] == "`--model.target none --model.attention full`"
     assert cells[2] == "1.3"
