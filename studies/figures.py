@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from studies.drawing import COLORS, new_figure, png
 from studies.experiment import Experiment
 from studies.measures import mean_and_half_width
-from studies.pages import FEW, SHARE, is_share, title_of, token_of, value_of
+from studies.pages import FEW, title_of, token_of, unit_of, value_of
 
 Entries = dict[str, dict]
 PALETTE = [*COLORS, "#882255", "#999999", "#7A4A1E", "#332288"]
@@ -99,6 +99,9 @@ class Panel:
     @property
     def loss_unit(self) -> str:
         return f"nats per {token_of(self.experiment, self.recipe, self.entries)}"
+
+    def unit_of(self, kind: str) -> str:
+        return unit_of(kind, self.experiment, self.recipe, self.entries)
 
 
 def draw_panels(
@@ -356,8 +359,15 @@ def draw_scatter(axes, panel: Panel) -> None:
             capsize=2,
         )
         axes.plot(xs, ys, ".", color=styles[name].color, markersize=3)
-    axes.set_xlabel(f"loss, {title_of(experiment.kind)}, {panel.loss_unit}")
-    axes.set_ylabel(f"loss, {title_of(other)}, {panel.loss_unit}")
+    axes.set_xlabel(label_of_figure(panel, experiment.kind))
+    axes.set_ylabel(label_of_figure(panel, other))
+
+
+def label_of_figure(panel: Panel, kind: str) -> str:
+    unit = panel.unit_of(kind)
+    if not unit:
+        return title_of(kind)
+    return f"loss, {title_of(kind)}, {unit}"
 
 
 def draw_runs(axes, panel: Panel) -> None:
@@ -381,10 +391,7 @@ def draw_runs(axes, panel: Panel) -> None:
         )
     axes.set_xticks([])
     axes.set_xlabel("run configs")
-    unit = panel.loss_unit
-    if is_share(experiment.kind):
-        unit = SHARE
-    axes.set_ylabel(f"{title_of(experiment.kind)}, {unit}")
+    axes.set_ylabel(f"{title_of(experiment.kind)}, {panel.unit_of(experiment.kind)}")
 
 
 TARGETS = {

@@ -199,10 +199,15 @@ def form_of(kind: str) -> str:
     return ".5f" if kind.startswith("gain_") else ".3f"
 
 
-def unit_of(experiment: Experiment, recipe: str, names: Iterable[str]) -> str:
-    """Return the unit of the compared figure of some run configs of a recipe."""
-    if is_share(experiment.kind):
+def unit_of(
+    kind: str, experiment: Experiment, recipe: str, names: Iterable[str]
+) -> str:
+    """Return the unit of a figure of some run configs of a recipe; "" where the
+    figure's title says it."""
+    if is_share(kind):
         return SHARE
+    if kind.startswith("tokens_a_pass"):
+        return ""
     return f"nats per {token_of(experiment, recipe, names)}"
 
 
@@ -573,25 +578,25 @@ def main_table(experiment: Experiment, recipes: Recipes) -> list[str]:
                 cell = figure_cell(experiment, kind, recipes[recipe][name]["runs"])
             line.append(cell)
         lines.append(line)
-    units = {}
-    for recipe, entries in recipes.items():
-        units[recipe] = unit_of(experiment, recipe, entries)
-    same_unit = len(set(units.values())) == 1
-    head = []
+    units = []
     for recipe, kind in columns:
+        units.append(unit_of(kind, experiment, recipe, recipes[recipe]))
+    same_unit = len(set(units)) == 1
+    head = []
+    for (recipe, kind), unit in zip(columns, units, strict=True):
         words = []
         if len(recipes) > 1:
             words.append(title_of(recipe))
         if len(kinds) > 1:
             words.append(title_of(kind))
         if not same_unit:
-            words.append(SHARE if is_share(kind) else units[recipe])
-        head.append(", ".join(words))
+            words.append(unit)
+        head.append(", ".join(filter(None, words)))
     corner = []
     if len(recipes) > 1 and len(kinds) == 1:
         corner.append(title_of(kinds[0]))
     if same_unit:
-        corner.append(units[recipe])
+        corner.append(units[0])
     return markdown_table([", ".join(corner), *head], lines)
 
 

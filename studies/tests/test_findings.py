@@ -521,6 +521,23 @@ def test_a_table_of_several_units_names_them_by_column():
     assert pages.token_of(experiment, "all", ["sudoku"]) == "cell"
     assert pages.token_of(experiment, "all", ["books", "sudoku"]) == "token"
 
+    losses = {"random": [2.0]}
+    measured = {"exact_sudoku6": [0.5, 0.0], "tokens_a_pass": [3.0, 0.0]}
+    row = {"tokens": [1e6], "losses": losses, "measured": measured}
+    recipes = {"all": {"sudoku": {"description": "", "runs": [row]}}}
+
+    def head(kind: str, *shown: str) -> str:
+        changed = dataclasses.replace(experiment, kind=kind, shown=shown)
+        return pages.main_table(changed, recipes)[0]
+
+    assert "nats per cell" in head("random")
+    solved = head("exact_sudoku6", "random")
+    assert "solved Sudokus, share of test records" in solved
+    assert "any order, nats per cell" in solved
+    passes = head("tokens_a_pass", "random")
+    assert "tokens a pass, random orders |" in passes
+    assert "any order, nats per cell" in passes
+
 
 def test_systems_have_their_colors_and_variants_others():
     names = ["l2r", "random", "encoder", "encoder_dropout", "two_stream", "l2r50"]
