@@ -195,6 +195,9 @@ def test_the_numbers_with_128_masks_are_those_of_their_rows():
         "{fast: encoder_ce}",
         "it is {fast: encoder_ce - rotary}",
         "{fast: encoder_ce - mask_query_short} better at equal operations",
+        "{fast: encoder_ce - mask_query} at equal bytes",
+        "{fast: adaln_11 - encoder_ce} behind alone",
+        "{fast: adaln_rotary_11 - encoder_ce} beside rotation",
     ):
         assert filled(expected) in text
 
