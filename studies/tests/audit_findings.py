@@ -76,7 +76,7 @@ class Experiment:
         """Return the tuned values of a run config with the lowest mean loss over all
         tuning seeds, or with the most successes. Raises ValueError if no value has all
         of its runs."""
-        if "tune" not in self.toml["recipes"][recipe]:
+        if not self.toml["recipes"][recipe].get("tune"):
             return ""  # the values that the file has
         means = self.tuning_losses(recipe, config)
         lowest = min(means.values())
