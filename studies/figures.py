@@ -359,15 +359,18 @@ def draw_scatter(axes, panel: Panel) -> None:
             capsize=2,
         )
         axes.plot(xs, ys, ".", color=styles[name].color, markersize=3)
-    axes.set_xlabel(label_of_figure(panel, experiment.kind))
-    axes.set_ylabel(label_of_figure(panel, other))
+    axes.set_xlabel(axis_label(panel, experiment.kind))
+    axes.set_ylabel(axis_label(panel, other))
 
 
-def label_of_figure(panel: Panel, kind: str) -> str:
+def axis_label(panel: Panel, kind: str) -> str:
+    """Return what an axis shows of a loss or another figure, with its unit if it has
+    one."""
     unit = panel.unit_of(kind)
-    if not unit:
-        return title_of(kind)
-    return f"loss, {title_of(kind)}, {unit}"
+    words = [title_of(kind), unit]
+    if unit == panel.loss_unit:
+        words.insert(0, "loss")
+    return ", ".join(filter(None, words))
 
 
 def draw_runs(axes, panel: Panel) -> None:
