@@ -156,7 +156,7 @@ def test_a_checkpoint_goes_on_bit_for_bit_on_any_number_of_processes(
 SYSTEMS = {  # changes of the model, objective, orders
     "left to right": ({"target": "none"}, "ar", "l2r"),
     "adaln": ({"target": "adaln"}, "ao_ar", "mixture"),
-    "tied head": ({"tied_head": True}, "ao_ar", "random"),
+    "tied head": ({"tied_head": True, "position": "rotary"}, "ao_ar", "random"),
     "per block": ({"target": "per_block"}, "ao_ar", "random"),
     "two streams": ({"target": "two_stream"}, "groupwise", "random"),
     "score entropy": (

@@ -384,13 +384,13 @@ def test_a_decoder_is_trained_scored_and_sampled(
     assert random > 0
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
 def test_which_tokens_a_run_and_its_source_are_scored_on_is_said(
     kind, tmp_path, train_from, evaluate
 ):
-    """Qwen has no start token. The run's loss, here before its first step, counts the
-    first token of a block, that of the source does not; of both together neither
-    does."""
+    """Qwen has no start token; the head of Qwen3 is tied to the table of tokens, as
+    SmolLM2's is. The run's loss, here before its first step, counts the first token of
+    a block, that of the source does not; of both together neither does."""
     folder = tmp_path / "model"
     write_model(folder, kind)
     has_start = kind == "Llama"

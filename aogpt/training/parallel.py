@@ -68,9 +68,9 @@ def build(
         if shard is not None:
             shard(block)
     materialize("")
-    model.make_angles()
-    if config.model.tied_head:  # each has a tensor of its own by now
+    if config.model.tied_head:  # the table of tokens alone was given a value
         model.head.weight = model.wte.weight
+    model.make_angles()  # on the device of the head
     if shard is not None:
         shard(model)
     return model
