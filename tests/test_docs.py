@@ -22,6 +22,7 @@ import convert
 import eval_ppl
 from aogpt import __main__ as commands
 from aogpt.data import prepare
+from aogpt.runtime.command_line import check_repeated
 from aogpt.training import config as configuration
 from studies import prepare as study_data
 from studies.measures import with_options
@@ -240,6 +241,7 @@ def test_a_command_parses(words, parse, monkeypatch, tmp_path):
         arguments = [word.replace("=orders.npy", f"={orders}") for word in arguments]
     if script == "train.py" and arguments[0].startswith("CONFIG"):
         arguments = ["configs/quickstart.toml", *arguments[1:]]
+    check_repeated(list(arguments))
     got = parse(script, arguments)
     if script == "eval_ppl.py":
         eval_ppl.check_arguments(got)
