@@ -19,6 +19,7 @@ STARTS = {
 }
 STAGED = {"out/a3": "three stages", "out/a3_direct": "direct"}  # by run
 RULES = ("random", "confidence", "entropy", "margin")
+SPECULATED = (0, 50, 100, 200)  # steps
 SAMPLES = (
     "16 samples of 128 tokens a row, 8 tokens a pass, temperature 0.9, top-p 0.95. The "
     "judge is the untouched model; entropy: of a sample's tokens; repeated: the share "
@@ -76,6 +77,7 @@ def page(rows: dict) -> str:
         sentences(rows),
         starts(rows),
         stages(rows),
+        speculation(rows),
         agreement(rows),
         lambada(rows),
         fresh(rows),
@@ -498,6 +500,41 @@ def stages(rows: dict) -> str:
             left=2,
         ),
         SAMPLES,
+    )
+
+
+def speculation(rows: dict) -> str:
+    """Return how many tokens a pass of exact speculation keeps, and the loss, at
+    checkpoints of one run."""
+    run = rows["starts"]["any_order"]
+    cells = []
+    for step in SPECULATED:
+        (loss,) = rows[f"speculation_loss_{step}"]["results"]
+        line = [f"{step * run['tokens_a_step']:,}"]
+        low, high = loss["perplexity_95"]
+        line.append(f"{loss['nll']:.3f} ± {math.log(high / low) / 2:.3f}")
+        passes = rows[f"speculation_passes_{step}"]["results"]
+        for row in passes:
+            half = Z * row["standard_error"]
+            line.append(f"{row['tokens_a_pass']:.2f} ± {half:.2f}")
+        cells.append(line)
+    head = [
+        "trained on",
+        "any order, nats/token",
+        "tokens a pass, random orders",
+        "tokens a pass, left to right",
+    ]
+    return section(
+        "Speculation as it learns other orders",
+        table(head, cells),
+        f"All weights, learning rate {run['lr']:g} without decay, not tuned, 80% "
+        "uniform orders and 20% left to right, one seed; averaged weights. "
+        f"{passes[0]['samples']} samples of {passes[0]['length']} tokens, drafts of "
+        "16, temperature 1, a draft and its check are two passes "
+        "([small models from scratch](findings/E38.md)). The frequencies of tokens "
+        f"have {rows['speculation_unigram']['nats']:.3f} nats. ± of "
+        f"tokens a pass: by sample; of the loss: by document, of {loss['sequences']} "
+        f"blocks of {loss['documents']} held-out books, {loss['draws']} orders each.",
     )
 
 
