@@ -41,6 +41,21 @@ def test_the_audit_has_the_numbers_of_the_rows():
     assert not pretrained_page.fills_better(rows)
 
 
+def test_the_page_of_speculation_has_the_numbers_of_the_rows():
+    rows = json.loads(ROWS.read_text())
+    table = pretrained_page.speculation(rows)
+    text = (ROOT / "results" / "findings" / "E38.md").read_text()
+    (sentence,) = re.findall(r"\*\*A pretrained decoder that learns.*", text)
+    assert f"for {rows['speculation_unigram']['nats']:.3f}" in sentence
+    for line in re.findall(r"^\| [\d,]+ .*", table, re.M):
+        tokens, loss, passes, _ = (cell.strip() for cell in line.split("|")[1:-1])
+        if tokens == "102,400":  # between the others
+            continue
+        assert passes in sentence
+        assert loss.split()[0] in sentence
+        assert tokens == "0" or f"after {tokens}" in sentence
+
+
 def test_what_is_missing_is_named_as_not_run():
     rows = json.loads(ROWS.read_text())
     rows["starts"].pop("s_two")
