@@ -511,8 +511,8 @@ def speculation(rows: dict) -> str:
     for step in SPECULATED:
         (loss,) = rows[f"speculation_loss_{step}"]["results"]
         line = [f"{step * run['tokens_a_step']:,}"]
-        low, high = loss["perplexity_95"]
-        line.append(f"{loss['nll']:.3f} ± {math.log(high / low) / 2:.3f}")
+        low, high = map(math.log, loss["perplexity_95"])
+        line.append(f"{loss['nll']:.3f} ± {(high - low) / 2:.3f}")
         passes = rows[f"speculation_passes_{step}"]["results"]
         for row in passes:
             half = Z * row["standard_error"]

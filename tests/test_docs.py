@@ -241,7 +241,7 @@ def test_a_command_parses(words, parse, monkeypatch, tmp_path):
         arguments = [word.replace("=orders.npy", f"={orders}") for word in arguments]
     if script == "train.py" and arguments[0].startswith("CONFIG"):
         arguments = ["configs/quickstart.toml", *arguments[1:]]
-    check_repeated(list(arguments))
+    check_repeated(arguments)
     got = parse(script, arguments)
     if script == "eval_ppl.py":
         eval_ppl.check_arguments(got)
