@@ -8,7 +8,7 @@
 # make docs:       the site of README, docs, results and docstrings, in site/ (mkdocs.yml); its own .venv-docs.
 # make playground: a page in the browser on which the books model fills in your text.
 # make gpu:        is everything right on this GPU? docs/gpu.md
-# make reproduce: the paper's zero-shot tables from released weights, downloaded (OPTIONS=--quick for a part of each set).
+# make reproduce: the paper's zero-shot tables from released weights, downloaded (OPTIONS=--quick for a part of each set: hours).
 # make molecules:  the benchmark of molecules MOSES: its data (52 MB, WHEEL=FILE for a local copy), and results/molecules_model
 #                  measured on it, half an hour.
 # make golden:     do the debug configs have the losses of tests/golden.json? OPTIONS=--record records them on this machine.

@@ -87,7 +87,7 @@ def test_tables_are_made_of_released_files_and_go_on(stand_ins, script, tmp_path
     # not measured
     assert rows["AO-GPT, any order, 64 orders (small)"].count("| - /") == 2
     measured = json.loads(
-        (tmp_path / "out" / "AO-GPT_small_random_4.json").read_text()
+        (tmp_path / "out" / "AO-GPT_small_random_ensemble_4.json").read_text()
     )["results"]
     for row in measured:
         if (row["orders"], row["ensemble"], row["dataset"]) == ("random", 8, "ptb"):
@@ -178,7 +178,7 @@ def test_a_cell_is_bold_outside_of_both_intervals():
     "options, whole, l2r",
     [
         ({}, None, 64),
-        ({"quick": True}, 256, 4),
+        ({"quick": True}, 64, 4),
         ({"max_sequences": 2, "quick": True}, 2, 2),
         ({"max_sequences": 32}, 32, 32),
     ],
@@ -191,6 +191,34 @@ def test_encoders_score_few_sequences_left_to_right(options, whole, l2r):
         assert reproduce.sequences_of(arguments, models[name], "l2r") == l2r
     assert reproduce.sequences_of(arguments, models["RADD"], "random") == whole
     assert reproduce.sequences_of(arguments, models["AO-GPT"], "l2r") == whole
+
+
+@pytest.mark.parametrize(
+    "options, single, averaged",
+    [
+        ({}, None, None),
+        ({"quick": True}, 64, 8),
+        ({"max_sequences": 2, "quick": True}, 2, 2),
+        ({"max_sequences": 32}, 32, 32),
+    ],
+    ids=["all", "quick", "fewer", "part"],
+)
+def test_averages_over_context_orders_are_a_scoring_of_their_own(
+    options, single, averaged
+):
+    """They take 128 passes a sequence, single orders eight."""
+    models = {model.name: model for model in reproduce.read_config().models}
+    arguments = reproduce.Arguments(**options)
+    found = {}
+    for order, ensemble in reproduce.scorings_of(arguments, models["AO-GPT"]):
+        found[order, ensemble] = reproduce.sequences_of(
+            arguments, models["AO-GPT"], order, ensemble
+        )
+    expected = {("random", ()): single, ("random", (8, 64)): averaged}
+    assert found == {("l2r", ()): single, **expected}
+    assert reproduce.scorings_of(arguments, models["RADD"]) == [
+        (order, ()) for order in models["RADD"].orders
+    ]
 
 
 @needs_gpt2
@@ -255,7 +283,12 @@ def test_a_cell_that_differs_names_its_causes_alone():
         "SEDD, any order": [part, orders, "SEDD's own bound"],
         "RADD, any order": [part, orders, "RADD in any order is its ELBO"],
         "AO-GPT, left to right": [part, "AO-GPT's weights"],
-        "AO-GPT, any order, 64 orders": [part, orders, "AO-GPT's weights"],
+        "AO-GPT, any order, 64 orders": [
+            part,
+            orders,
+            "averages over context orders are of 8 sequences",
+            "AO-GPT's weights",
+        ],
         "GPT-2, left to right": None,  # the published number is inside
     }
     for title, parts in expected.items():
