@@ -54,8 +54,8 @@ CAPTION = (
     "Blue: the decoder\nis ahead; orange: the encoder is; grey: no difference shows. "
     "Bars and band: 95%, 8 seeds. "
     "Filled: claimed before the runs; hollow: observed. Diamonds: adaLN with the "
-    "paper's share\nof a block (vector 11), where it was run. One budget for each data "
-    "set, and the gaps still move."
+    "paper's share\nof a block (vector 11), where it was run beside this encoder. One "
+    "budget for each data set, and the gaps still move."
 )
 STAR = DataSet("path in a star", "E26", "star", "runs of 20 that find it")
 

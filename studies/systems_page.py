@@ -7,7 +7,7 @@ from studies import pages
 from studies.experiment import CONFIGS, Experiment
 from studies.runner import Recipes
 
-COMPARISONS = ("E21", "E22", "E26", "E28", "E29")
+COMPARISONS = ("E21", "E22", "E26", "E28", "E29", "E34")
 PAPERS_SHARE = 0.10  # of adaLN in a block, at most: the paper has 6 to 8%
 LOSSES = {
     "ao_ar": "log p along a random order",
@@ -48,11 +48,11 @@ def systems_page() -> str:
 
 
 def tuning_of(experiment: Experiment) -> str:
-    seeds = " and ".join(map(str, experiment.tuning_seeds))
+    *seeds, last = map(str, experiment.tuning_seeds)
     measure = "loss"
     if experiment.tune_by_success is not None:
         measure = "number of runs that succeed"
-    return f"tuned by the {measure} of seeds {seeds}"
+    return f"tuned by the {measure} of seeds {', '.join(seeds)} and {last}"
 
 
 def table(experiment: Experiment, recipes: Recipes, recipe: str) -> list[str]:

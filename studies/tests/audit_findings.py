@@ -1,5 +1,5 @@
-"""Verdicts of an experiment recomputed from its JSONL and TOML files alone, with none
-of the project's code:
+"""Verdicts and differences of an experiment recomputed from its JSONL and TOML files
+alone, with none of the project's code:
 
     python studies/tests/audit_findings.py E13
 """
@@ -157,6 +157,16 @@ class Experiment:
                 results = self.runs_of(recipe, config)
                 sides.append([figure(result, self.toml["kind"]) for result in results])
             return counted(sides, claim["success"])
+        of_configs, censored = self.samples(recipe, claim)
+        margin = claim.get("margin", 0)
+        mean, p = tested(of_configs, margin, censored)
+        if claim.get("ranks") and not censored:
+            p = ranked([values for values, _ in of_configs], margin)
+        return mean, p
+
+    def samples(self, recipe: str, claim: dict) -> tuple[list[tuple], bool]:
+        """Return for each run config of a claim its values with their sign and their
+        shared error, and whether nothing can be said."""
         # by run config, its terms: (factor, values, errors)
         samples: dict[str, list] = {}
         censored = False  # or on the unigram plateau: nothing can be said
@@ -176,12 +186,22 @@ class Experiment:
                 values.append(value)
                 errors.append(error_of(result, kind))
             samples.setdefault(config, []).append((factor, values, errors))
-        of_configs = [summed(terms) for terms in samples.values()]
-        margin = claim.get("margin", 0)
-        mean, p = tested(of_configs, margin, censored)
-        if claim.get("ranks") and not censored:
-            p = ranked([values for values, _ in of_configs], margin)
-        return mean, p
+        return [summed(terms) for terms in samples.values()], censored
+
+    def interval(
+        self, recipe: str, higher: str, lower: str | None
+    ) -> tuple[float, float]:
+        """Return the difference of two figures, or one figure, and half of its 95%
+        interval; a difference also has the errors that seeds share."""
+        if lower is None:
+            config, _, kind = higher.partition(":")
+            results = self.runs_of(recipe, config)
+            values = [figure(result, kind or self.toml["kind"]) for result in results]
+            error = statistics.stdev(values) / len(values) ** 0.5
+            return statistics.mean(values), error * stats.t.ppf(0.975, len(values) - 1)
+        samples, _ = self.samples(recipe, {"higher": higher, "lower": lower})
+        mean, error, degrees = welch(samples)
+        return mean, error * stats.t.ppf(0.975, degrees)
 
 
 def factors_of(claim: dict, default_kind: str) -> dict[tuple[str, str], int]:
@@ -276,9 +296,17 @@ def error_of(result: dict, kind: str) -> float:
 def tested(samples: list, margin: float, censored: bool) -> tuple[float, float]:
     """Return the sum of the means, and the two-sided p value of it and the margin, by
     Welch's test."""
-    mean = sum(statistics.mean(values) for values, _ in samples)
+    mean, error, degrees = welch(samples)
     if censored:
         return mean, 1.0
+    if error == 0:  # all seeds agree
+        return mean, float(mean + margin == 0)
+    return mean, 2 * stats.t.sf(abs(mean + margin) / error, degrees)
+
+
+def welch(samples: list) -> tuple[float, float, float]:
+    """Return the sum of the means, its standard error and its degrees of freedom."""
+    mean = sum(statistics.mean(values) for values, _ in samples)
     shared = sum(error**2 for _, error in samples)
     variance = 0.0
     squares = 0.0
@@ -286,10 +314,8 @@ def tested(samples: list, margin: float, censored: bool) -> tuple[float, float]:
         part = statistics.variance(values) / len(values)
         variance += part
         squares += part**2 / (len(values) - 1)
-    if variance + shared == 0:  # all seeds agree
-        return mean, float(mean + margin == 0)
-    t = abs(mean + margin) / (variance + shared) ** 0.5
-    return mean, 2 * stats.t.sf(t, variance**2 / squares)
+    degrees = variance**2 / squares if squares else math.inf
+    return mean, (variance + shared) ** 0.5, degrees
 
 
 def ranked(samples: list[list[float]], margin: float) -> float:

@@ -5,6 +5,7 @@ import functools
 import re
 from typing import NamedTuple
 
+import audit_findings
 import pytest
 from helpers import ROOT
 
@@ -122,6 +123,29 @@ def has_claim(verdict: str, path) -> bool:
 @pytest.mark.parametrize("page", FRONT)
 def test_numbers_and_verdicts_stand_on_a_linked_page(page):
     assert faults_of(page) == []
+
+
+README_INTERVALS = {
+    "0.411 ± 0.005": ("E20", "fast", "fixed", "l2r"),
+    "0.270 ± 0.056": ("E27", "learned", "l2r0:eval_l2r", "l2r10:eval_l2r"),
+    "0.117 ± 0.053": ("E27", "learned", "l2r0", "l2r10"),
+    "0.045 ± 0.011": ("E29", "fast", "best_encoder", "mask_query"),
+    "0.002 ± 0.010": ("E29", "fast", "best_encoder", "mask_query_short"),
+    "0.104 ± 0.013": ("E29", "fast", "adaln_11", "best_encoder"),
+    "0.005 ± 0.001": ("E21", "chorales", "adaln:gain_random_m64", None),
+    "0.067 ± 0.025": ("E21", "chorales", "adaln", "encoder"),
+}
+"""What each interval of README is of: experiment, recipe, and the figures whose
+difference it is."""
+
+
+def test_intervals_of_readme_are_those_that_an_independent_script_computes():
+    written = re.findall(r"-?\d+\.\d+ ± \d+\.\d+", (ROOT / "README.md").read_text())
+    assert set(written) == README_INTERVALS.keys()
+    for text, (name, recipe, higher, lower) in README_INTERVALS.items():
+        experiment = audit_findings.read(name)
+        mean, half_width = experiment.interval(recipe, higher, lower)
+        assert f"{mean:.3f} ± {half_width:.3f}" == text
 
 
 @pytest.mark.parametrize("page", FRONT)
