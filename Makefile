@@ -1,8 +1,8 @@
 # make quickstart: from a bare clone to a trained, evaluated and sampled model.
 # make test:       from a bare clone to lint and the tests, without those marked as slow.
 # make test-all:   the same with all tests, also those of extras and studies.
-# make test-studies: the tests of extras and studies, which make test leaves out.
-# make types:      mypy on the model, orders, objectives, scoring, sampling and training.
+# make test-studies: the tests of extras and studies, which make test leaves out, without those marked as slow.
+# make types:      mypy on the model, orders, objectives, scoring, systems, sampling, training and train.py.
 # make eval-smoke: every evaluation on the quickstart's model, a small encoder and real text, from the folder that
 #                  AOGPT_DATA names.
 # make docs:       the site of README, docs, results and docstrings, in site/ (mkdocs.yml); its own .venv-docs.

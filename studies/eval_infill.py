@@ -6,8 +6,8 @@
 
 Reports the negative log-likelihood (nats/token) of the sentence given both sides, and
 given only its left side, and the ROUGE of samples. A plain GPT has the left side only,
-unless --draws fills in by resampling, as it does with other decoders. 95% intervals are
-by document where there are several."""
+unless --draws fills in by resampling, as it does with other decoders but those with a
+[MASK] as the query. 95% intervals are by document where there are several."""
 
 import aogpt.runtime.environment  # noqa: F401  # says if packages are missing
 
