@@ -113,9 +113,10 @@ def head(rows: dict) -> str:
         "run, one seed, small subsets for evaluation ([how to repeat]"
         "(../studies/README.md#a-pretrained-decoder)).\n\n"
         f"**What {tokens} tokens buy.** On held-out books any order goes from "
-        f"{nll['random']['a']:.2f} to {nll['random']['b']:.2f} nats a token and still "
-        f"costs {cost:.2f} more than left to right. Elsewhere some became worse: "
-        f"{'; '.join(losses_elsewhere(rows))}.\n\n"
+        f"{nll['random']['a']:.2f}, worse than the frequencies of tokens "
+        f"({rows['speculation_unigram']['nats']:.2f}), to {nll['random']['b']:.2f} "
+        f"nats a token and still costs {cost:.2f} more than left to right. Elsewhere "
+        f"some became worse: {'; '.join(losses_elsewhere(rows))}.\n\n"
         f"{verdict(rows)}{so_shipped(rows)}\n\n{by_resampling(rows)}\n\n"
         f"{worth_of_right_side(rows)}"
     )

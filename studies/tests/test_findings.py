@@ -171,6 +171,26 @@ def test_verdicts_are_those_that_an_independent_script_computes_from_the_rows(na
     assert not audited
 
 
+def test_e38_over_seeds_alone_is_what_its_text_says():
+    """By hand in its text: the rule of its verdicts counts the error of samples, which
+    the spread over seeds has already."""
+    experiment = audit_findings.read("E38")
+    text = experiment.toml["answer"] + experiment.toml["caveats"]
+    widths = []
+    for recipe in ("narrow", "wide"):
+        for kind in ("tokens_a_pass", "tokens_a_pass_l2r"):
+            claim = {"higher": f"eighth:{kind}", "lower": f"whole:{kind}"}
+            samples, _ = experiment.samples(recipe, claim)
+            alone = [(values, 0.0) for values, _ in samples]
+            mean, error, degrees = audit_findings.welch(alone)
+            half_width = error * stats.t.ppf(0.975, degrees)
+            widths.append(f"± {half_width:.3f}")
+            if kind == "tokens_a_pass":
+                assert f"{mean:.3f} ± {half_width:.3f}" in text
+    assert widths[1] in text
+    assert widths[3] in text
+
+
 def test_the_numbers_with_128_masks_are_those_of_their_rows():
     """E29's text has them by hand, since they were evaluated after its page."""
     experiment, recipes = pages.load_results("E29")

@@ -304,7 +304,7 @@ def test_the_page_has_verdicts_tables_and_drawings(tmp_path):
     assert "by what follows: -20.0 ± 4.3 points, **opposite**." in text
     assert " 26.00 ± 0.10 |" in text
     assert "| CharRNN (published)" in text
-    assert "808,232 |        0.02 |" in text
+    assert "808,232 |            9.20 |        0.02 |" in text
     assert "**Not run yet.** encoder, best of three losses; " in text
     assert (
         "![a hole of 3 to 8 letters in the middle, filled in](molecules/hole.svg)"
