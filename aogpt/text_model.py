@@ -709,7 +709,10 @@ class TextModel:
 
         def wholes_of(text: str) -> list[str]:
             wholes = alternatives_of(text)
-            first_tokens = {self._ids_to_score(whole, end)[0] for whole in wholes}
+            first_tokens = set()
+            for whole in wholes:
+                # An empty record whose end is given has no token.
+                first_tokens.add(tuple(self._ids_to_score(whole, end)[:1]))
             # One that all begin with need not be scored to compare them.
             self._check_known(count=int(len(first_tokens) == 1))
             return wholes

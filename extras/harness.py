@@ -87,6 +87,11 @@ class HarnessModel(TemplateLM):
         self.tokenizer = text_model.tokenizer
         self.block_size = text_model.block_size
         self.is_encoder = self.model.config.is_encoder
+        if self.loaded.record_end is not None:
+            raise UserError(
+                "this model was trained on records whose end is given (data.end), "
+                "which the harness does not give it: `aogpt score` scores its texts"
+            )
         self.order = order or ("random" if self.is_encoder else "l2r")
         self.mode = mode or ("mdm" if self.is_encoder else "l2r")
         if self.is_encoder and self.order == "l2r":

@@ -307,6 +307,16 @@ def test_given_tokens_are_counted_and_said(script, report, run, tmp_path):
     assert row["tokens"] == 2 * LENGTH
     _, out, _ = script(eval_gen, path, "--judge", run)
     assert "8 tokens were given, not generated" in out
+    assert "prompts" not in out
+    prompts = write_rows(tmp_path / "p.jsonl", [{"prompt": "the "}, {"prompt": "a "}])
+    options = ["--prompts", prompts, "--num-samples", 2, "--jsonl", path]
+    status, _, errors = script(sample, run, *options, "--overwrite")
+    assert status == 0, errors
+    row = report(path, "--judge", run)["rows"][0]
+    assert row["prompts"] == 2
+    assert [one["prompt_index"] for one in row["per_sample"]] == [0, 0, 1, 1]
+    _, out, _ = script(eval_gen, path, "--judge", run)
+    assert "intervals over 2 prompts" in out
 
 
 def test_a_sweep_over_runs_and_modes_is_one_table(script, run, encoder, tmp_path):

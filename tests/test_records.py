@@ -23,6 +23,7 @@ from reference import LEVEL, chi_square_p, make_system
 
 import aogpt
 import convert
+import eval_gen
 import eval_ppl
 import sample
 import train
@@ -92,8 +93,8 @@ def test_the_probabilities_of_all_records_sum_to_one(system):
 
 def test_alternatives_of_unequal_length_rank_as_whole_records():
     text = of_records("AO-GPT")
-    (ranked,) = text.rank(["a[|a|b|bb]"])
-    for one in ranked:
+    (ranked, with_empty) = text.rank(["a[|a|b|bb]", "[|a]"])
+    for one in [*ranked, *with_empty]:
         (scored,) = text.score([one.text], end=True)
         assert one.log_prob == pytest.approx(-scored.nats)
 
@@ -339,6 +340,30 @@ def test_a_set_to_score_takes_the_lengths_of_the_model(run, tmp_path, printed):
     whole = aogpt.load(run.run_folder).score(WORDS, end=True)
     mean = sum(one.nats for one in whole) / len(WORDS)
     assert row["nats_per_record"] == pytest.approx(mean, rel=1e-4)
+
+
+def test_nats_of_a_record_are_given_its_prompt(run, tmp_path, printed):
+    """A sample that goes on with a prompt draws a length that it fits."""
+    rows = [{"prompt": "abcabca", "text": text} for text in ("b", "bca")]
+    data = data_of(tmp_path, "prompts", rows, split="test")
+    file = tmp_path / "p.json"
+    options = ["--datasets", data, "--orders", "l2r", "--json", file]
+    printed(eval_ppl, run.run_folder, *options)
+    (row,) = json.loads(file.read_text())["results"]
+    model = aogpt.load(run.run_folder)
+    fits = sum(math.exp(model.end.log_prob(n)) for n in range(7, 16))
+    nats = 0.0
+    for text in ("abcabcab", "abcabcabca"):
+        (scored,) = model.score([text], end=True)
+        nats += -sum(scored.log_probs[7:]) + math.log(fits)
+    assert row["nats_per_record"] == pytest.approx(nats / 2, rel=1e-4)
+
+
+def test_a_model_of_records_that_end_is_no_judge(run, tmp_path, mistake):
+    """It reads the end first, which a judge does not give it."""
+    file = write_rows(tmp_path / "samples.jsonl", [{"text": "abc"}])
+    message = mistake(eval_gen, file, "--judge", run.run_folder)
+    assert "was trained on records whose end is given" in message
 
 
 @pytest.mark.parametrize("system", ["encoder", "two streams"])

@@ -5,7 +5,12 @@ import math
 
 import pytest
 
-from aogpt.evaluation.text_measures import corpus_perplexity, distinct, unigram_entropy
+from aogpt.evaluation.text_measures import (
+    corpus_perplexity,
+    distinct,
+    mean_and_error,
+    unigram_entropy,
+)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +47,20 @@ def test_corpus_perplexity_weighs_tokens_and_its_error_is_that_of_a_ratio():
     reach = math.tan(0.95 * math.pi / 2) * error
     assert got["perplexity_low"] == pytest.approx(math.exp(11 / 4 - reach), rel=1e-6)
     assert got["perplexity_high"] == pytest.approx(math.exp(11 / 4 + reach), rel=1e-6)
+
+
+def test_samples_of_one_prompt_are_no_independent_samples():
+    """Copies of a sample for each of two prompts have the error of two samples."""
+    totals, counts, prompts = [2.0, 9.0], [1, 3], [0, 1]
+    once = corpus_perplexity(totals, counts)
+    often = corpus_perplexity(8 * totals, 8 * counts, 8 * prompts)
+    assert often == pytest.approx(once)
+    values = [0.5, 0.9]
+    assert mean_and_error(8 * values, 8 * prompts) == pytest.approx(
+        mean_and_error(values)
+    )
+    mean, error = mean_and_error([0.5, None, 0.9, 0.9], [0, 0, 1, 1])
+    assert error > mean_and_error([0.5, 0.9, 0.9])[1]
 
 
 def test_without_two_samples_there_is_no_error_and_without_any_no_perplexity():

@@ -57,11 +57,14 @@ class RecordEnd:
         counts = np.array(self.lengths, dtype=np.int64) + 1
         return counts.cumsum().tolist()
 
-    def log_prob(self, length: int) -> float:
-        """Return log p(length) in nats; minus infinity where it does not fit."""
-        if not 0 <= length <= self.longest:
+    def log_prob(self, length: int, least: int = 0) -> float:
+        """Return log p(length | at least `least`) in nats; minus infinity where it does
+        not fit."""
+        if not least <= length <= self.longest:
             return -math.inf
-        return math.log(self.lengths[length] + 1) - math.log(self.cumulative[-1])
+        below = self.cumulative[least - 1] if least else 0
+        total = self.cumulative[-1] - below
+        return math.log(self.lengths[length] + 1) - math.log(total)
 
     def draw(self, uniforms: Sequence[float], least: int, most: int) -> list[int]:
         """Draw a length from `least` to `most` for each number in [0, 1), from

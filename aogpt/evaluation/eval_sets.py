@@ -74,6 +74,18 @@ class EvalSet:
         return lengths
 
     @cached_property
+    def prompt_lengths(self) -> Tensor:
+        """Return the number of tokens of every row up to the last one of its prompt,
+        (N,); 0 without a prompt."""
+        roles = self.roles(range(self.count))
+        if roles is None:
+            return torch.zeros(self.count, dtype=torch.long)
+        prompt = roles.given
+        if roles.end is not None:
+            prompt = prompt & ~roles.end
+        return (prompt * torch.arange(1, prompt.shape[1] + 1)).amax(dim=1)
+
+    @cached_property
     def _places(self) -> np.ndarray:
         """Return the place in the split of the first token of every row, (N,)."""
         # After all blocks, where there is one more row, that of the tail.

@@ -24,13 +24,18 @@ MAX_LOGITS = 2**28
 
 class Judge:
     """A decoder that scores text. name: as `load` takes it. Raises UserError for an
-    encoder."""
+    encoder and for a model of records whose end is given, which reads that first."""
 
     def __init__(self, name: str, device: torch.device):
         self.loaded = load(name, "ema", device)
         config = self.loaded.model.config
         if config.is_encoder:
             raise UserError(f"--judge {name} is an encoder; give a left-to-right model")
+        if self.loaded.record_end is not None:
+            raise UserError(
+                f"--judge {name} was trained on records whose end is given (data.end): "
+                "`aogpt score` scores their texts"
+            )
         self.name = name
         self.device = device
         self.model = self.loaded.model.to(device, torch.float32)

@@ -415,8 +415,9 @@ def result_rows(task: Task, losses: Losses, draws: int) -> list[dict]:
 
 
 def record_nats(task: Task, nll: float) -> float | None:
-    """Return the mean nats of a whole record that ends, from those of its tokens: where
-    its end is given, with -log p(length). None for other text."""
+    """Return the mean nats of a record that ends given its prompt, from those of its
+    tokens: where its end is given, with -log p(length | the prompt fits), as samples
+    have their length. None for other text."""
     eval_set = task.eval_set
     if "lengths" not in eval_set.dataset.meta["splits"][eval_set.dataset.split]:
         return None
@@ -424,7 +425,11 @@ def record_nats(task: Task, nll: float) -> float | None:
     end = task.loaded.record_end
     if end is not None:
         lengths = eval_set.lengths.tolist()  # with the end
-        nats -= sum(end.log_prob(length - 1) for length in lengths) / len(lengths)
+        prompts = eval_set.prompt_lengths.tolist()
+        log_prob = 0.0
+        for length, known in zip(lengths, prompts, strict=True):
+            log_prob += end.log_prob(length - 1, least=known)
+        nats -= log_prob / len(lengths)
     return nats
 
 

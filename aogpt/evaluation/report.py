@@ -153,7 +153,7 @@ NOTES = {
         "or margin: exact, -log p of the text in that order"
     ),
     "ensemble": "ensemble: orders of the context whose probabilities are averaged",
-    "record": "nats/record: of a whole record, its end or its length included",
+    "record": "nats/record: of a record given its prompt, with its end or its length",
 }
 NEEDS = (
     f"{UNKNOWN}: an error needs two sequences, documents (by document) or samples "

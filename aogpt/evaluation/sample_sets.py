@@ -30,6 +30,7 @@ class Sample(TypedDict):
     tokens: NotRequired[list[int]]
     step: NotRequired[list[int]]
     nfe: NotRequired[int]
+    prompt_index: NotRequired[int]
     settings: NotRequired[dict[str, Any]]
     seconds: NotRequired[Amount | None]
 
@@ -157,16 +158,20 @@ def _result(sample: Sample, tokens: list[int], nll: float, count: int) -> dict:
     for name, measure in text_measures.MEASURES.items():
         result[name] = measure.function(tokens)
     result["nfe"] = sample.get("nfe")
+    result["prompt_index"] = sample.get("prompt_index")
     return result
 
 
 def summary(results: list[dict]) -> dict:
-    """Return numbers of all samples: corpus perplexity, and means with standard
-    errors."""
+    """Return numbers of all samples: corpus perplexity, and means with standard errors,
+    by prompt where there are several."""
     columns = {}
     for name in results[0]:
         columns[name] = [result[name] for result in results]
     scored = columns["scored_tokens"]
+    prompts = columns["prompt_index"]
+    if None in prompts or len(set(prompts)) == 1:
+        prompts = None
     perplexity, _ = text_measures.mean_and_error(columns["perplexity"])
     row = {
         "samples": len(results),
@@ -174,11 +179,12 @@ def summary(results: list[dict]) -> dict:
         "given_tokens": sum(columns["given_tokens"]),
         "scored_tokens": sum(scored),
         "unscored_samples": scored.count(0),
-        **text_measures.corpus_perplexity(columns["nll"], scored),
+        "prompts": len(set(prompts)) if prompts else 1,
+        **text_measures.corpus_perplexity(columns["nll"], scored, prompts),
         "mean_sample_perplexity": perplexity,
     }
     for name in (*text_measures.MEASURES, "nfe"):
-        mean, error = text_measures.mean_and_error(columns[name])
+        mean, error = text_measures.mean_and_error(columns[name], prompts)
         row[name] = mean
         row[f"{name}_standard_error"] = error
     return row

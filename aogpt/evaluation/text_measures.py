@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .estimates import estimate
+from .estimates import Estimate, estimate
 
 
 def unigram_entropy(tokens: Sequence[int]) -> float | None:
@@ -64,11 +64,14 @@ MEASURES = {
 
 
 def corpus_perplexity(
-    totals: Sequence[float], counts: Sequence[int]
+    totals: Sequence[float], counts: Sequence[int], prompts: Sequence[int] | None = None
 ) -> dict[str, float | None]:
     """Return exp(all nats / all scored tokens), its 95% interval over samples, and both
     as nats, from the -log p of each sample and its scored tokens. Perplexity is None
-    where no token is scored, and its errors are None for one sample."""
+    where no token is scored, and its errors are None for one sample.
+
+    prompts: the number of each sample's prompt, where there are several: samples of
+    one depend on one another, and errors are over prompts."""
     nats = torch.tensor(totals, dtype=torch.float64)
     tokens = torch.tensor(counts, dtype=torch.float64)
     is_scored = tokens > 0
@@ -77,16 +80,34 @@ def corpus_perplexity(
         return dict.fromkeys(keys)
     nats = nats[is_scored]
     tokens = tokens[is_scored]
-    mean = estimate(nats / tokens, weights=tokens / tokens.mean())
-    values = (mean.nll, mean.standard_error, mean.perplexity, *mean.interval())
+    documents = None
+    if prompts is not None:
+        documents = torch.tensor(prompts)[is_scored]
+    weights = tokens / tokens.mean()
+    mean = estimate(nats / tokens, weights=weights, documents=documents)
+    values = (mean.nll, larger_error(mean), mean.perplexity, *mean.interval())
     return dict(zip(keys, values, strict=True))
 
 
-def mean_and_error(values: Sequence[float | None]) -> tuple[float | None, float | None]:
+def mean_and_error(
+    values: Sequence[float | None], prompts: Sequence[int] | None = None
+) -> tuple[float | None, float | None]:
     """Return the mean and standard error over the values that exist; None where there
-    are too few."""
+    are too few. prompts: as in `corpus_perplexity`."""
     numbers = [value for value in values if value is not None]
     if not numbers:
         return None, None
-    mean = estimate(torch.tensor(numbers, dtype=torch.float64))
-    return mean.nll, mean.standard_error
+    documents = None
+    if prompts is not None:
+        exist = [value is not None for value in values]
+        documents = torch.tensor(prompts)[torch.tensor(exist)]
+    mean = estimate(torch.tensor(numbers, dtype=torch.float64), documents=documents)
+    return mean.nll, larger_error(mean)
+
+
+def larger_error(mean: Estimate) -> float | None:
+    """Return the standard error over samples, or over their prompts where it is
+    larger."""
+    if mean.document_error is None:
+        return mean.standard_error
+    return max(mean.standard_error, mean.document_error)

@@ -14,6 +14,7 @@ from reference import DECODERS, SYSTEMS, make_system, mask_sets
 
 import aogpt
 from aogpt.checkpoints import Loaded
+from aogpt.data.record_end import RecordEnd
 from aogpt.data.tokenizers import get_tokenizer
 from aogpt.scoring import masked_log_probs, token_log_probs
 
@@ -29,7 +30,7 @@ ENDS = ["x", " step by", "twelve bytes"]
 EXACT = 1e-9
 
 
-def adapter(system="AO-GPT", tokenizer=BYTES, system_of=None, **options):
+def adapter(system="AO-GPT", tokenizer=BYTES, system_of=None, end=None, **options):
     """Return a `HarnessModel` of a system, or of a model."""
     model = system
     if isinstance(system, str):
@@ -42,6 +43,7 @@ def adapter(system="AO-GPT", tokenizer=BYTES, system_of=None, **options):
         tokenizer.name,
         tokenizer.vocab_size,
         system=system_of,
+        record_end=end,
     )
     return harness.HarnessModel(aogpt.TextModel(loaded), **options)
 
@@ -300,6 +302,8 @@ def test_what_a_model_cannot_do_is_refused_by_name():
     ):
         with pytest.raises(ValueError, match=words):
             adapter(system, **options)
+    with pytest.raises(ValueError, match="records whose end is given"):
+        adapter(end=RecordEnd(token=BYTES.eot, lengths=(1,) * BLOCK))
     lm = adapter()
     assert len(lm.loglikelihood([request("a", "b" * (BLOCK - 1))])) == 1
     with pytest.raises(ValueError, match="120 tokens .* do not fit in a block of 24"):
