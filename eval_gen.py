@@ -251,8 +251,10 @@ def notes(rows: list[dict], shown: set[str]) -> list[str]:
             if sampler.get(key) is not None:
                 parts.append(f"{key} {sampler[key]}")
         parts += modes.changed_settings(sampler, shown=shown)
-        if row["prompts"] > 1:
-            parts.append(f"intervals over {row['prompts']} prompts")
+        if (row["prompts"] or 1) > 1:
+            parts.append(
+                f"of {row['prompts']} prompts, intervals by prompt where wider"
+            )
         if row["unscored_samples"]:
             parts.append(f"{row['unscored_samples']} of them too short to be scored")
         judged = JUDGED[row["tokens_judged"]]

@@ -7,7 +7,7 @@ ones.
 Downloads weights and sets, prepares the sets in the packing of the SEDD protocol,
 scores every model, and writes out/reproduce/README.md. --quick takes about 57,000
 passes of 1,024 tokens, 41,000 of them RADD's and SEDD's left to right: hours, on two
-cores without a GPU most of a day. The same command goes on where
+CPU cores most of a day. The same command goes on where
 it was interrupted: a downloaded file, a prepared set and a finished evaluation are not
 made again."""
 
@@ -34,7 +34,7 @@ CONFIG = ROOT / "studies" / "configs" / "reproduce.toml"
 QUICK_SEQUENCES = 64
 # Left to right an encoder takes a pass for each of the 1,024 tokens of a sequence.
 QUICK_L2R_SEQUENCES = 4
-QUICK_ENSEMBLE_SEQUENCES = 8  # 128 passes each
+QUICK_ENSEMBLE_SEQUENCES = 8  # 136 passes each
 
 
 @dataclass(frozen=True)
@@ -219,11 +219,14 @@ def scorings_of(a: Arguments, model: Model) -> list[tuple[str, tuple[int, ...]]]
     """Return the orders in which a model is scored, each with the numbers of context
     orders that it averages over, none for a single one."""
     scorings: list[tuple[str, tuple[int, ...]]] = []
+    averaged = tuple(number for number in a.ensemble if number > 1)
     for order in model.orders:
-        scorings.append((order, ()))
-        averaged = tuple(number for number in a.ensemble if number > 1)
-        if model.ensembles and order == "random" and averaged:
-            scorings.append((order, averaged))
+        if not (model.ensembles and order == "random" and averaged):
+            scorings.append((order, ()))
+        elif a.quick:  # single orders are of more sequences
+            scorings += [(order, ()), (order, averaged)]
+        else:
+            scorings.append((order, a.ensemble))
     return scorings
 
 
@@ -346,15 +349,11 @@ def causes_of(a: Arguments, models: list[Model]) -> list[Cause]:
                 f"{sequences_of(a, model, 'l2r')} sequences are scored"
             )
             causes.append(Cause(says, models=[model.name], orders=["l2r"]))
-    if a.quick:
-        causes.append(
-            Cause(
-                f"averages over context orders are of {QUICK_ENSEMBLE_SEQUENCES} "
-                "sequences",
-                models=[model.name for model in models if model.ensembles],
-                ensembles=True,
-            )
-        )
+        for order, ensemble in scorings_of(a, model):
+            count = sequences_of(a, model, order, ensemble)
+            if ensemble and count != sequences_of(a, model, order):
+                says = f"averages over context orders are of {count} sequences"
+                causes.append(Cause(says, models=[model.name], ensembles=True))
     return causes
 
 

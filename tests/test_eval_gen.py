@@ -314,9 +314,25 @@ def test_given_tokens_are_counted_and_said(script, report, run, tmp_path):
     assert status == 0, errors
     row = report(path, "--judge", run)["rows"][0]
     assert row["prompts"] == 2
-    assert [one["prompt_index"] for one in row["per_sample"]] == [0, 0, 1, 1]
+    assert [one["prompt"] for one in row["per_sample"]] == ["the "] * 2 + ["a "] * 2
     _, out, _ = script(eval_gen, path, "--judge", run)
-    assert "intervals over 2 prompts" in out
+    assert "of 2 prompts, intervals by prompt where wider" in out
+
+
+def test_errors_of_a_set_are_by_prompt_where_all_are_known(report, run, tmp_path):
+    rows = []
+    for prompt, text in (("a", "cab"), ("b", "faced")):
+        rows += [{**with_ids(text), "prompt": prompt}] * 4
+    own = report(write_rows(tmp_path / "a.jsonl", rows), "--judge", run)["rows"][0]
+    two = report(write_rows(tmp_path / "b.jsonl", rows[::4]), "--judge", run)["rows"][0]
+    for key in ("perplexity", "standard_error", "perplexity_low", "perplexity_high"):
+        assert own[key] == pytest.approx(two[key], rel=1e-5), key
+    error = "entropy_standard_error"
+    assert own[error] == pytest.approx(two[error])
+    rows[0] = with_ids("cab")  # of an unknown prompt
+    mixed = report(write_rows(tmp_path / "c.jsonl", rows), "--judge", run)["rows"][0]
+    assert mixed["prompts"] is None
+    assert mixed[error] < own[error] / 1.5
 
 
 def test_a_sweep_over_runs_and_modes_is_one_table(script, run, encoder, tmp_path):

@@ -1,7 +1,8 @@
 """The judge of generated text: a decoder that scores its tokens left to right, in
 float32.
 
-Every decoder that `load` reads can judge; GPT-2 Large is the field's. Samples of
+Every decoder that `load` reads can judge, but one of records whose end is given;
+GPT-2 Large is the field's. Samples of
 another tokenizer reach it as text. Without a start token (GPT-2) it scores all tokens
 but the first. Samples longer than its context are cut into windows, each scored like a
 sample."""
@@ -34,7 +35,7 @@ class Judge:
         if self.loaded.record_end is not None:
             raise UserError(
                 f"--judge {name} was trained on records whose end is given (data.end): "
-                "`aogpt score` scores their texts"
+                "`aogpt score` scores records"
             )
         self.name = name
         self.device = device

@@ -416,8 +416,8 @@ def result_rows(task: Task, losses: Losses, draws: int) -> list[dict]:
 
 def record_nats(task: Task, nll: float) -> float | None:
     """Return the mean nats of a record that ends given its prompt, from those of its
-    tokens: where its end is given, with -log p(length | the prompt fits), as samples
-    have their length. None for other text."""
+    tokens: where its end is given, with -log p(length | at least that of the prompt),
+    as a sample that goes on with a text draws its length. None for other text."""
     eval_set = task.eval_set
     if "lengths" not in eval_set.dataset.meta["splits"][eval_set.dataset.split]:
         return None

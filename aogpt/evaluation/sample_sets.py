@@ -30,7 +30,7 @@ class Sample(TypedDict):
     tokens: NotRequired[list[int]]
     step: NotRequired[list[int]]
     nfe: NotRequired[int]
-    prompt_index: NotRequired[int]
+    prompt: NotRequired[str]
     settings: NotRequired[dict[str, Any]]
     seconds: NotRequired[Amount | None]
 
@@ -158,7 +158,7 @@ def _result(sample: Sample, tokens: list[int], nll: float, count: int) -> dict:
     for name, measure in text_measures.MEASURES.items():
         result[name] = measure.function(tokens)
     result["nfe"] = sample.get("nfe")
-    result["prompt_index"] = sample.get("prompt_index")
+    result["prompt"] = sample.get("prompt")
     return result
 
 
@@ -169,9 +169,7 @@ def summary(results: list[dict]) -> dict:
     for name in results[0]:
         columns[name] = [result[name] for result in results]
     scored = columns["scored_tokens"]
-    prompts = columns["prompt_index"]
-    if None in prompts or len(set(prompts)) == 1:
-        prompts = None
+    prompts = numbers_of(columns["prompt"])
     perplexity, _ = text_measures.mean_and_error(columns["perplexity"])
     row = {
         "samples": len(results),
@@ -179,7 +177,7 @@ def summary(results: list[dict]) -> dict:
         "given_tokens": sum(columns["given_tokens"]),
         "scored_tokens": sum(scored),
         "unscored_samples": scored.count(0),
-        "prompts": len(set(prompts)) if prompts else 1,
+        "prompts": scored_prompts(prompts, scored),
         **text_measures.corpus_perplexity(columns["nll"], scored, prompts),
         "mean_sample_perplexity": perplexity,
     }
@@ -188,3 +186,24 @@ def summary(results: list[dict]) -> dict:
         row[name] = mean
         row[f"{name}_standard_error"] = error
     return row
+
+
+def scored_prompts(prompts: list[int] | None, scored: list[int]) -> int | None:
+    """Return the number of different prompts of samples with scored tokens; None where
+    they are not known."""
+    if prompts is None:
+        return None
+    pairs = zip(prompts, scored, strict=True)
+    return len({prompt for prompt, count in pairs if count})
+
+
+def numbers_of(prompts: list[str | None]) -> list[int] | None:
+    """Return a number for each sample's prompt, the same for equal ones; None where a
+    sample's prompt is not known."""
+    numbers: dict[str, int] = {}
+    result = []
+    for prompt in prompts:
+        if prompt is None:
+            return None
+        result.append(numbers.setdefault(prompt, len(numbers)))
+    return result

@@ -66,12 +66,12 @@ MEASURES = {
 def corpus_perplexity(
     totals: Sequence[float], counts: Sequence[int], prompts: Sequence[int] | None = None
 ) -> dict[str, float | None]:
-    """Return exp(all nats / all scored tokens), its 95% interval over samples, and both
-    as nats, from the -log p of each sample and its scored tokens. Perplexity is None
-    where no token is scored, and its errors are None for one sample.
+    """Return exp(all nats / all scored tokens), its 95% interval, and both as nats,
+    from the -log p of each sample and its scored tokens. Perplexity is None where no
+    token is scored, and its errors are None for one sample.
 
-    prompts: the number of each sample's prompt, where there are several: samples of
-    one depend on one another, and errors are over prompts."""
+    prompts: the number of each sample's prompt, if known. Samples of one depend on one
+    another: errors are over prompts where there are several and that is wider."""
     nats = torch.tensor(totals, dtype=torch.float64)
     tokens = torch.tensor(counts, dtype=torch.float64)
     is_scored = tokens > 0

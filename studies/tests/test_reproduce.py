@@ -203,10 +203,8 @@ def test_encoders_score_few_sequences_left_to_right(options, whole, l2r):
     ],
     ids=["all", "quick", "fewer", "part"],
 )
-def test_averages_over_context_orders_are_a_scoring_of_their_own(
-    options, single, averaged
-):
-    """They take 128 passes a sequence, single orders eight."""
+def test_averages_over_context_orders_are_of_fewer_sequences(options, single, averaged):
+    """They take 136 passes a sequence, single orders eight."""
     models = {model.name: model for model in reproduce.read_config().models}
     arguments = reproduce.Arguments(**options)
     found = {}
@@ -214,8 +212,16 @@ def test_averages_over_context_orders_are_a_scoring_of_their_own(
         found[order, ensemble] = reproduce.sequences_of(
             arguments, models["AO-GPT"], order, ensemble
         )
-    expected = {("random", ()): single, ("random", (8, 64)): averaged}
+    expected = {("random", (1, 8, 64)): averaged}
+    if arguments.quick:
+        expected = {("random", ()): single, ("random", (8, 64)): averaged}
     assert found == {("l2r", ()): single, **expected}
+    causes = [one.says for one in reproduce.causes_of(arguments, [models["AO-GPT"]])]
+    named = any("of 8 sequences" in says for says in causes)
+    assert named == (single != averaged)
+    alone = reproduce.Arguments(quick=True, ensemble=(1,))
+    orders = [order for order, _ in reproduce.scorings_of(alone, models["AO-GPT"])]
+    assert sorted(orders) == ["l2r", "random"]
     assert reproduce.scorings_of(arguments, models["RADD"]) == [
         (order, ()) for order in models["RADD"].orders
     ]
