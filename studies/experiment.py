@@ -12,7 +12,7 @@ A run config is a base configuration with a few keys changed:
 
 A recipe is a set of changes with a value to tune; all run configs are trained under
 each recipe. Runs with the same seed see the same batches and are validated under the
-same orders, so that differences between run configs are paired.
+same orders, which lets chance act alike on them (verdicts do not pair them).
 """
 
 import contextlib

@@ -48,11 +48,12 @@ def systems_page() -> str:
 
 
 def tuning_of(experiment: Experiment) -> str:
-    *seeds, last = map(str, experiment.tuning_seeds)
+    *others, last = map(str, experiment.tuning_seeds)
+    seeds = f"{', '.join(others)} and {last}" if others else last
     measure = "loss"
     if experiment.tune_by_success is not None:
         measure = "number of runs that succeed"
-    return f"tuned by the {measure} of seeds {', '.join(seeds)} and {last}"
+    return f"tuned by the {measure} of seeds {seeds}"
 
 
 def table(experiment: Experiment, recipes: Recipes, recipe: str) -> list[str]:

@@ -1,7 +1,8 @@
 """Differences between run configs with 95% intervals, and verdicts on primary claims.
 
-Welch's t test, since run configs differ in their spread over seeds and pairing them by
-seed removes none of it. The runs of a config are one sample, however often a claim
+Welch's t test, since run configs differ in their spread over seeds. Runs are not paired
+by seed: for most pairs of configs that would narrow the interval, for some widen it,
+and one rule holds for all. The runs of a config are one sample, however often a claim
 names it. Beside it the ranks of the runs (Mann and Whitney), which a claim can have its
 verdict from: one failed run in eight doubles a mean's interval and leaves ranks nearly
 as they are. Where runs succeed or fail, a claim can be about the number of runs that

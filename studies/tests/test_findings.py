@@ -177,6 +177,7 @@ def test_e38_over_seeds_alone_is_what_its_text_says():
     experiment = audit_findings.read("E38")
     text = experiment.toml["answer"] + experiment.toml["caveats"]
     widths = []
+    p_values = []
     for recipe in ("narrow", "wide"):
         for kind in ("tokens_a_pass", "tokens_a_pass_l2r"):
             claim = {"higher": f"eighth:{kind}", "lower": f"whole:{kind}"}
@@ -187,8 +188,10 @@ def test_e38_over_seeds_alone_is_what_its_text_says():
             widths.append(f"± {half_width:.3f}")
             if kind == "tokens_a_pass":
                 assert f"{mean:.3f} ± {half_width:.3f}" in text
+                p_values.append(2 * stats.t.sf(mean / error, degrees))
     assert widths[1] in text
     assert widths[3] in text
+    assert f"Holm's p {2 * p_values[0]:.3f} and {p_values[1]:.2f}" in text
 
 
 def test_the_numbers_with_128_masks_are_those_of_their_rows():

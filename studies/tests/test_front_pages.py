@@ -141,6 +141,7 @@ difference it is."""
 
 def test_intervals_of_readme_are_those_that_an_independent_script_computes():
     written = re.findall(r"-?\d+\.\d+ ± \d+\.\d+", (ROOT / "README.md").read_text())
+    written.remove("0.007 ± 0.005")  # of E29.masks.json, in test_findings.py
     assert set(written) == README_INTERVALS.keys()
     for text, (name, recipe, higher, lower) in README_INTERVALS.items():
         experiment = audit_findings.read(name)
