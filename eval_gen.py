@@ -175,7 +175,8 @@ def make_samples(
         label=f"{mode} samples",
     ):
         for record in sample_records(samples, loaded.get_tokenizer()):
-            records.append({key: record[key] for key in SCORED})
+            scored = {key: record[key] for key in SCORED}
+            records.append({**scored, "prompt": ""})
     seconds = round(time.perf_counter() - started, 3)
     return SampleSet(run, records, settings, seconds, loaded.tokenizer)
 

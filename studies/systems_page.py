@@ -48,8 +48,8 @@ def systems_page() -> str:
 
 
 def tuning_of(experiment: Experiment) -> str:
-    *others, last = map(str, experiment.tuning_seeds)
-    seeds = f"{', '.join(others)} and {last}" if others else last
+    *first, last = map(str, experiment.tuning_seeds)
+    seeds = f"{', '.join(first)} and {last}" if first else last
     measure = "loss"
     if experiment.tune_by_success is not None:
         measure = "number of runs that succeed"
@@ -96,6 +96,8 @@ def inequalities(
     words = []
     if adaln_share(model) > PAPERS_SHARE:
         words.append("more adaLN than the paper's 6 to 8%")
+    if model.position == "learned":
+        words.append("no rotary attention")
     if entry["at_boundary"]:
         words.append("best value at the grid boundary")
     if entry.get("tuned_as"):

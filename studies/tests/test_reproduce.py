@@ -207,15 +207,15 @@ def test_averages_over_context_orders_are_of_fewer_sequences(options, single, av
     """They take 136 passes a sequence, single orders eight."""
     models = {model.name: model for model in reproduce.read_config().models}
     arguments = reproduce.Arguments(**options)
-    found = {}
+    limits = {}
     for order, ensemble in reproduce.scorings_of(arguments, models["AO-GPT"]):
-        found[order, ensemble] = reproduce.sequences_of(
+        limits[order, ensemble] = reproduce.sequences_of(
             arguments, models["AO-GPT"], order, ensemble
         )
     expected = {("random", (1, 8, 64)): averaged}
     if arguments.quick:
         expected = {("random", ()): single, ("random", (8, 64)): averaged}
-    assert found == {("l2r", ()): single, **expected}
+    assert limits == {("l2r", ()): single, **expected}
     causes = [one.says for one in reproduce.causes_of(arguments, [models["AO-GPT"]])]
     named = any("of 8 sequences" in says for says in causes)
     assert named == (single != averaged)
