@@ -289,7 +289,9 @@ def test_rows_of_published_files(tmp_path):
         lambada = address + "lambada_{}.jsonl"
         assert rows_of("ptb", "val", (2, 2, 2), url=ptb) == ["one", "two"]
         assert rows_of("lambada", "test", (1,), url=lambada) == ["a\nb"]
-        with pytest.raises(UserError, match="ptb.test.txt: .*404.*ptb --source FILE"):
+        with pytest.raises(
+            UserError, match="ptb.test.txt: .*404.*get it elsewhere.*--source FILE"
+        ):
             rows_of("ptb", "test", (2, 2, 2), url=ptb)
         server.shutdown()
 

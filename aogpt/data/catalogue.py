@@ -63,9 +63,7 @@ class Dataset:
                     corpora[split] = local_files(paths, self.readers, read_row)
         elif self.url:
             url = self.url.format("valid" if first == "val" else first)
-            corpora[first] = sources.downloaded_file(
-                args.name, url, self.readers, read_row
-            )
+            corpora[first] = sources.downloaded_file(url, self.readers, read_row)
         else:
             split = "validation" if first == "val" else first
             repository, config = self.hub or (args.repository, args.config)

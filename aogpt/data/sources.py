@@ -259,7 +259,7 @@ def hub_rows(
 
 
 def downloaded_file(
-    name: str, url: str, readers: dict[str, Reader], read_row: RowReader
+    url: str, readers: dict[str, Reader], read_row: RowReader
 ) -> Corpus:
     """Return the documents of the file at an address."""
 
@@ -275,8 +275,8 @@ def downloaded_file(
                         shutil.copyfileobj(response, file)
             except Exception as error:  # http has errors of its own
                 raise UserError(
-                    f"{url}: {reason_of(error)}; get it elsewhere, then: "
-                    f"python data/prepare.py {name} --source FILE"
+                    f"{url}: {reason_of(error)}; get it elsewhere and give it with "
+                    "--source FILE"
                 ) from error
             yield from read(path, url, read_row)
 
