@@ -7,9 +7,8 @@ ones.
 Downloads weights and sets, prepares the sets in the packing of the SEDD protocol,
 scores every model, and writes out/reproduce/README.md. --quick takes about 57,000
 passes of 1,024 tokens, 41,000 of them RADD's and SEDD's left to right: hours, on two
-CPU cores most of a day. The same command goes on where
-it was interrupted: a downloaded file, a prepared set and a finished evaluation are not
-made again."""
+CPU cores most of a day. The same command goes on where it was interrupted: a
+downloaded file, a prepared set and a finished evaluation are not made again."""
 
 import json
 import math
@@ -237,11 +236,11 @@ def sequences_of(
     all."""
     if order == "l2r" and model.l2r_sequences:
         most = QUICK_L2R_SEQUENCES if a.quick else model.l2r_sequences
-        return min(a.max_sequences or most, most)
-    if ensemble and a.quick:
+    elif ensemble and a.quick:
         most = QUICK_ENSEMBLE_SEQUENCES
-        return min(a.max_sequences or most, most)
-    return a.limit
+    else:
+        return a.limit
+    return min(a.max_sequences or most, most)
 
 
 def scoring_command(

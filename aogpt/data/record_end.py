@@ -62,16 +62,19 @@ class RecordEnd:
         not fit."""
         if not least <= length <= self.longest:
             return -math.inf
-        below = self.cumulative[least - 1] if least else 0
-        total = self.cumulative[-1] - below
+        total = self.cumulative[-1] - self.below(least)
         return math.log(self.lengths[length] + 1) - math.log(total)
+
+    def below(self, length: int) -> int:
+        """Return how many of the counts, each with one more, are of fewer tokens."""
+        return self.cumulative[length - 1] if length else 0
 
     def draw(self, uniforms: Sequence[float], least: int, most: int) -> list[int]:
         """Draw a length from `least` to `most` for each number in [0, 1), from
         p(length) cut to these lengths."""
         most = min(most, self.longest)
         assert least <= most, "a longer prompt is refused before"
-        below = self.cumulative[least - 1] if least else 0
+        below = self.below(least)
         total = self.cumulative[most] - below
         wanted = below + np.array(uniforms, dtype=np.float64) * total
         return np.searchsorted(self.cumulative, wanted, side="right").tolist()

@@ -1,11 +1,10 @@
 """The judge of generated text: a decoder that scores its tokens left to right, in
 float32.
 
-Every decoder that `load` reads can judge, but one of records whose end is given;
-GPT-2 Large is the field's. Samples of
-another tokenizer reach it as text. Without a start token (GPT-2) it scores all tokens
-but the first. Samples longer than its context are cut into windows, each scored like a
-sample."""
+Every decoder that `load` reads can judge, but one of records whose end is given; GPT-2
+Large is the field's. Samples of another tokenizer reach it as text. Without a start
+token (GPT-2) it scores all tokens but the first. Samples longer than its context are
+cut into windows, each scored like a sample."""
 
 from collections.abc import Sequence
 

@@ -200,10 +200,8 @@ def scored_prompts(prompts: list[int] | None, scored: list[int]) -> int | None:
 def numbers_of(prompts: list[str | None]) -> list[int] | None:
     """Return a number for each sample's prompt, the same for equal ones; None where a
     sample's prompt is not known."""
-    numbers: dict[str, int] = {}
-    result = []
-    for prompt in prompts:
-        if prompt is None:
-            return None
-        result.append(numbers.setdefault(prompt, len(numbers)))
-    return result
+    if None in prompts:
+        return None
+    different = list(dict.fromkeys(prompts))
+    numbers = {prompt: number for number, prompt in enumerate(different)}
+    return [numbers[prompt] for prompt in prompts]

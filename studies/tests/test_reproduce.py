@@ -175,56 +175,45 @@ def test_a_cell_is_bold_outside_of_both_intervals():
 
 
 @pytest.mark.parametrize(
-    "options, whole, l2r",
+    "options, whole, l2r, averaged",
     [
-        ({}, None, 64),
-        ({"quick": True}, 64, 4),
-        ({"max_sequences": 2, "quick": True}, 2, 2),
-        ({"max_sequences": 32}, 32, 32),
+        ({}, None, 64, None),
+        ({"quick": True}, 64, 4, 8),
+        ({"max_sequences": 2, "quick": True}, 2, 2, 2),
+        ({"max_sequences": 32}, 32, 32, 32),
     ],
     ids=["all", "quick", "fewer", "part"],
 )
-def test_encoders_score_few_sequences_left_to_right(options, whole, l2r):
+def test_what_takes_many_passes_is_of_fewer_sequences(options, whole, l2r, averaged):
+    """A sequence takes 1,024 of an encoder left to right, 136 averaged over context
+    orders, eight in single orders."""
     models = {model.name: model for model in reproduce.read_config().models}
     arguments = reproduce.Arguments(**options)
     for name in ("RADD", "SEDD"):
         assert reproduce.sequences_of(arguments, models[name], "l2r") == l2r
     assert reproduce.sequences_of(arguments, models["RADD"], "random") == whole
-    assert reproduce.sequences_of(arguments, models["AO-GPT"], "l2r") == whole
-
-
-@pytest.mark.parametrize(
-    "options, single, averaged",
-    [
-        ({}, None, None),
-        ({"quick": True}, 64, 8),
-        ({"max_sequences": 2, "quick": True}, 2, 2),
-        ({"max_sequences": 32}, 32, 32),
-    ],
-    ids=["all", "quick", "fewer", "part"],
-)
-def test_averages_over_context_orders_are_of_fewer_sequences(options, single, averaged):
-    """They take 136 passes a sequence, single orders eight."""
-    models = {model.name: model for model in reproduce.read_config().models}
-    arguments = reproduce.Arguments(**options)
-    limits = {}
-    for order, ensemble in reproduce.scorings_of(arguments, models["AO-GPT"]):
-        limits[order, ensemble] = reproduce.sequences_of(
-            arguments, models["AO-GPT"], order, ensemble
-        )
-    expected = {("random", (1, 8, 64)): averaged}
-    if arguments.quick:
-        expected = {("random", ()): single, ("random", (8, 64)): averaged}
-    assert limits == {("l2r", ()): single, **expected}
-    causes = [one.says for one in reproduce.causes_of(arguments, [models["AO-GPT"]])]
-    named = any("of 8 sequences" in says for says in causes)
-    assert named == (single != averaged)
-    alone = reproduce.Arguments(quick=True, ensemble=(1,))
-    orders = [order for order, _ in reproduce.scorings_of(alone, models["AO-GPT"])]
-    assert sorted(orders) == ["l2r", "random"]
     assert reproduce.scorings_of(arguments, models["RADD"]) == [
         (order, ()) for order in models["RADD"].orders
     ]
+    aogpt = models["AO-GPT"]
+    limits = {}
+    for order, ensemble in reproduce.scorings_of(arguments, aogpt):
+        limit = reproduce.sequences_of(arguments, aogpt, order, ensemble)
+        limits[order, ensemble] = limit
+    expected = {("random", (1, 8, 64)): averaged}
+    if arguments.quick:
+        expected = {("random", ()): whole, ("random", (8, 64)): averaged}
+    assert limits == {("l2r", ()): whole, **expected}
+    causes = [cause.says for cause in reproduce.causes_of(arguments, [aogpt])]
+    named = any("of 8 sequences" in says for says in causes)
+    assert named == (whole != averaged)
+
+
+def test_without_averages_a_model_is_scored_once_in_an_order():
+    models = {model.name: model for model in reproduce.read_config().models}
+    alone = reproduce.Arguments(quick=True, ensemble=(1,))
+    orders = [order for order, _ in reproduce.scorings_of(alone, models["AO-GPT"])]
+    assert sorted(orders) == ["l2r", "random"]
 
 
 @needs_gpt2
