@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from aogpt.checkpoints import CheckpointError
+from aogpt.checkpoints import CheckpointError, store
 from aogpt.data.loader import TokenDataset, file_record, find_dataset
 from aogpt.data.tokenizers import FILES, get_tokenizer
 from aogpt.orders import read_orders
@@ -286,19 +286,22 @@ def steps_of_minutes(
     val_data: TokenDataset | None,
     stop: StopRequest,
 ) -> int:
-    """Return how many steps, with their validations, fit into train.minutes from now
-    on. The first steps of the run are timed in a folder beside it, which is removed. A
-    run that has begun keeps the pace of its config.toml."""
+    """Return the last step of a run whose steps, with their validations, fit into
+    train.minutes from now on. The first steps of the run are timed in a folder inside
+    its own, which is removed. A run whose steps were counted so before keeps the pace
+    of its config.toml."""
     start_time = time.perf_counter()
     t = config.train
     begun = config.run_folder / "config.toml"
     if begun.is_file():
-        before = configuration.load_toml(begun).train
-        if before.minutes:
-            return max(1, round(before.steps * t.minutes / before.minutes))
+        counted_before = configuration.load_toml(begun).train
+        if counted_before.minutes:
+            ratio = t.minutes / counted_before.minutes
+            return max(1, round(counted_before.steps * ratio))
     trial = replace(
         config,
-        name=f"{config.name}.pace",
+        out=str(config.run_folder),
+        name="pace",
         train=replace(t, steps=PACE_STEPS, minutes=0.0, log_interval=PACE_STEPS),
         eval=replace(config.eval, interval=0),
         wandb=configuration.WandbConfig(),
@@ -313,10 +316,11 @@ def steps_of_minutes(
         training_loop(trial, procs, state, data, val_data=None, stop=stop)
     if stop.requested:
         raise KeyboardInterrupt
-    first, last = read_metrics(trial.run_folder / "metrics.jsonl")
-    # Without the first step, which compiles.
-    tokens = last["tokens"] - first["tokens"]
-    seconds = tokens / last["tokens_per_second"] / (PACE_STEPS - 1)
+    # Without the first step, which compiles: the last row is of the steps since the row
+    # before it, that of step 1 or of a step that was skipped.
+    *_, before, last = read_metrics(trial.run_folder / "metrics.jsonl")
+    tokens = last["tokens"] - before["tokens"]
+    seconds = tokens / last["tokens_per_second"] / (last["step"] - before["step"])
     validation = 0.0
     if val_data is not None:
         moment = time.perf_counter()
@@ -328,11 +332,14 @@ def steps_of_minutes(
     left = 60 * t.minutes - validation - (time.perf_counter() - start_time)
     pace = seconds + validation / max(1, config.eval.interval)
     steps = procs.gather(max(1, int(left / pace)))[0]
+    done = 0
+    if checkpoints := store.find(config.run_folder):
+        done = store.step_of(checkpoints[-1])
     procs.print0(
         f"{counted(steps, 'steps')} in {t.minutes:g} minutes: a step takes "
         f"{seconds:.2g} s, a validation {validation:.2g} s"
     )
-    return steps
+    return done + steps
 
 
 if __name__ == "__main__":

@@ -175,6 +175,10 @@ REFUSED = [  # a config file, and what the message says besides the file's name
         "[train]\nsteps = 8\nepochs = 3",
         "train.steps and train.epochs: leave one of them out",
     ),
+    (
+        "[train]\nminutes = 8\nepochs = 3",
+        "train.minutes and train.epochs: leave one of them out",
+    ),
     ("[train]\ntimeout = 1e30", "train.timeout is 1", "at most 1000000"),
     ("[train]\nmax_iters = 2", UNKNOWN.format("train.max_iters")),
     (

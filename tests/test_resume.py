@@ -31,6 +31,7 @@ from aogpt.data.loader import TokenDataset
 from aogpt.model import ModelConfig
 from aogpt.orders import OrderConfig
 from aogpt.runtime.errors import UserError
+from aogpt.runtime.files import write_text
 from aogpt.systems import build_model
 from aogpt.training import config as configuration
 from aogpt.training.checkpoint import check_same_run, known_best
@@ -360,6 +361,16 @@ def test_no_run_starts_from_a_model_of_another_tokenizer(run, data, tmp_path):
     config = tiny_config(folder, tmp_path, train__init_from=str(run))
     with pytest.raises(UserError, match="cannot start from .*: its tokenizer is"):
         train.train(config, ALONE)
+
+
+def test_a_source_is_read_until_the_run_has_a_checkpoint(run, tmp_path):
+    """After that its folder may be gone."""
+    config = tiny_config("", tmp_path, train__init_from=str(run))
+    wide = change(config, model__n_embd=64)
+    write_text(config.run_folder / "config.toml", configuration.to_toml(wide))
+    assert configuration.with_source(config, set()).model.n_embd == 32
+    store.path_of(config.run_folder, 1).mkdir(parents=True)
+    assert configuration.with_source(config, set()).model.n_embd == 64
 
 
 @pytest.mark.parametrize("file", ["train.bin", "val.bin"])

@@ -43,11 +43,13 @@ from aogpt.data.loader import TokenDataset
 from aogpt.objectives import masked_nll, masks_at
 from aogpt.orders import orders_at
 from aogpt.runtime.errors import UserError
+from aogpt.runtime.files import write_jsonl
 from aogpt.runtime.processes import Processes
 from aogpt.training import checkpoint
 from aogpt.training import config as configuration
+from aogpt.training.metrics import drop_later_rows
 from aogpt.training.optimizers import learning_rate
-from aogpt.training.val_losses import Loss
+from aogpt.training.val_losses import Loss, read_metrics
 
 
 def assert_same_run(config, reference):
@@ -413,8 +415,8 @@ def test_a_signal_finishes_the_step_saves_exits_0_and_the_run_goes_on_exactly(
     os.kill(child, number)
     assert driver.status() == 0
     assert "Traceback" not in driver.errors_of(path).read_text()
-    said = r"stopped at step (\d+) and saved .*; no checkpoint has a finite validation "
-    said += "loss; run the same command to continue"
+    said = r"stopped at step (\d+) and saved .*; not validated \(eval.interval = 0\); "
+    said += "run the same command to continue"
     step = int(re.search(said, out.read_text())[1])
     assert newest(config)["step"] == step == max(metrics(config, "loss")) >= 3
     resumed = change(config, train__steps=step + 4)
@@ -441,12 +443,37 @@ def test_a_run_of_minutes_keeps_its_steps_when_it_is_killed_and_when_they_double
     same = change(config, name="same", train__minutes=0.0, train__steps=begun.steps)
     train.train(same, ALONE)
     assert_same_run(config, same)
-    assert not list(tmp_path.glob("*.pace"))
+    assert not (config.run_folder / "pace").exists()
     file = config.run_folder / "config.toml"
     child = driver.start(write_config(change(config, train__minutes=0.16)))
     wait_for(lambda: configuration.load_toml(file).train.steps == 2 * begun.steps)
     os.kill(child, signal.SIGKILL)
     driver.status()
+
+
+def test_minutes_of_a_run_that_was_counted_in_steps_are_from_now_on(
+    data, tmp_path, monkeypatch
+):
+    """The first steps are timed even if one of them is skipped, and no folder but the
+    run's own is touched."""
+    config = tiny_config(data, tmp_path, steps=5)
+    train.train(config, ALONE)
+    other = tmp_path / f"{config.name}.pace"
+    other.mkdir()
+    spoil(monkeypatch, {4}, "loss")
+    train.train(change(config, train__minutes=0.005), ALONE)
+    assert newest(config)["step"] > 5
+    assert newest(config)["config"]["train"]["minutes"] == 0.005
+    assert other.exists()
+    assert not (config.run_folder / "pace").exists()
+
+
+def test_a_start_without_a_checkpoint_begins_with_no_rows(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for step, remaining in ((1, [0, 1]), (0, [])):
+        write_jsonl(path, [{"step": number} for number in range(3)])
+        drop_later_rows(path, step)
+        assert [row["step"] for row in read_metrics(path)] == remaining
 
 
 def test_a_warm_up_longer_than_the_run_is_a_tenth_of_it(data, tmp_path, capsys):

@@ -65,8 +65,8 @@ class StateFile(TypedDict):
     best: Best | None
     skipped: NonNegative
     skipped_in_a_row: NonNegative
-    sequences: NotRequired[NonNegative]  # trained on so far
-    tokens: NotRequired[NonNegative]
+    sequences: NonNegative  # trained on so far
+    tokens: NonNegative
     tensors: dict[str, list[Any]]  # [dtype without "torch.", *shape] by name
     parts: dict[str, str]  # sha256 by file
 

@@ -16,6 +16,7 @@ import tomli_w
 import torch
 from annotated_types import Interval
 
+from ..checkpoints import store
 from ..checkpoints.load import config_of
 from ..model import ModelConfig
 from ..objectives import OBJECTIVES, ObjectiveConfig
@@ -327,10 +328,12 @@ def load_toml(path: str | Path) -> Config:
     OSError."""
     values = without_removed_keys(validation.read_toml(Path(path)))
     train = values.get("train")
-    if isinstance(train, dict) and "steps" in train and train.get("epochs"):
-        raise UserError(
-            f"{path} has train.steps and train.epochs: leave one of them out"
-        )
+    if isinstance(train, dict) and train.get("epochs"):
+        for key in ("steps", "minutes"):
+            if train.get(key):
+                raise UserError(
+                    f"{path} has train.{key} and train.epochs: leave one of them out"
+                )
     return validation.from_values(values, Config, str(path), advice_on(values))
 
 
@@ -387,9 +390,9 @@ def from_command_line(arguments: list[str], description: str) -> Config:
 
 def with_source(config: Config, given: set[str]) -> Config:
     """Take the model keys that are not given from the source, train.init_from; for a
-    run that has begun from its config.toml, since the source may be gone."""
+    run that has a checkpoint from its config.toml, since the source may be gone."""
     begun = config.run_folder / "config.toml"
-    if begun.is_file():
+    if begun.is_file() and store.find(config.run_folder):
         source = load_toml(begun).model
     else:
         source = config_of(config.train.init_from)

@@ -229,9 +229,11 @@ def peak_memory(device: torch.device) -> int:
 
 
 def drop_later_rows(path: Path, step: int) -> None:
-    """Remove the rows after `step`, as later steps will run again."""
+    """Remove the rows after `step`, as later steps will run again; before the first
+    step all, as its validation does, too."""
     if path.exists():
-        write_jsonl(path, [row for row in read_metrics(path) if row["step"] <= step])
+        rows = [row for row in read_metrics(path) if row["step"] <= step]
+        write_jsonl(path, rows if step else [])
 
 
 def start_wandb(config: Config):

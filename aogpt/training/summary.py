@@ -65,6 +65,8 @@ def last_line(
     if progress.best is not None:
         loss = progress.best["loss"]
         best = f"best: step {progress.best['step']} (validation loss {loss:.4f})"
+    elif not config.eval.interval:
+        best = "not validated (eval.interval = 0)"
     if step < config.train.steps:
         return (
             f"stopped at step {step}{skipped} and saved {store.path_of(folder, step)}; "
