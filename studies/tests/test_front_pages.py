@@ -131,6 +131,7 @@ README_INTERVALS = {
     "0.117 ± 0.053": ("E27", "learned", "l2r0", "l2r10"),
     "0.045 ± 0.011": ("E29", "fast", "best_encoder", "mask_query"),
     "0.002 ± 0.010": ("E29", "fast", "best_encoder", "mask_query_short"),
+    "0.021 ± 0.011": ("E29", "fast", "best_encoder", "rotary"),
     "0.104 ± 0.013": ("E29", "fast", "adaln_11", "best_encoder"),
     "0.005 ± 0.001": ("E21", "chorales", "adaln:gain_random_m64", None),
     "0.067 ± 0.025": ("E21", "chorales", "adaln", "encoder"),
