@@ -294,10 +294,9 @@ def steps_of_minutes(
     t = config.train
     begun = config.run_folder / "config.toml"
     if begun.is_file():
-        counted_before = configuration.load_toml(begun).train
-        if counted_before.minutes:
-            ratio = t.minutes / counted_before.minutes
-            return max(1, round(counted_before.steps * ratio))
+        before = configuration.load_toml(begun).train
+        if before.minutes:
+            return max(1, round(before.steps * t.minutes / before.minutes))
     trial = replace(
         config,
         out=str(config.run_folder),
@@ -318,9 +317,9 @@ def steps_of_minutes(
         raise KeyboardInterrupt
     # Without the first step, which compiles: the last row is of the steps since the row
     # before it, that of step 1 or of a step that was skipped.
-    *_, before, last = read_metrics(trial.run_folder / "metrics.jsonl")
-    tokens = last["tokens"] - before["tokens"]
-    seconds = tokens / last["tokens_per_second"] / (last["step"] - before["step"])
+    *_, previous, last = read_metrics(trial.run_folder / "metrics.jsonl")
+    tokens = last["tokens"] - previous["tokens"]
+    seconds = tokens / last["tokens_per_second"] / (last["step"] - previous["step"])
     validation = 0.0
     if val_data is not None:
         moment = time.perf_counter()

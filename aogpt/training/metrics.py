@@ -232,8 +232,8 @@ def drop_later_rows(path: Path, step: int) -> None:
     """Remove the rows after `step`, as later steps will run again; before the first
     step all, as its validation does, too."""
     if path.exists():
-        rows = [row for row in read_metrics(path) if row["step"] <= step]
-        write_jsonl(path, rows if step else [])
+        rows = read_metrics(path) if step else []
+        write_jsonl(path, [row for row in rows if row["step"] <= step])
 
 
 def start_wandb(config: Config):
