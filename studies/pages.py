@@ -302,12 +302,13 @@ class Shown:
 
     digits: int = 3  # after the point
     judged: str = ""  # one of JUDGED, in place of the number
+    margin: float = 0.0  # of the claim that is judged
     seeds: range | None = None  # of these runs alone
 
 
 def shown_by(words: str) -> Shown:
-    """Return what options such as ", 4 digits, seeds 8 to 15" ask for. Raises UserError
-    for an unknown one."""
+    """Return what options such as ", 4 digits, seeds 8 to 15" ask for; ", margin 0.02"
+    is of a claim with one. Raises UserError for an unknown one."""
     shown = Shown()
     for option in words.split(", ")[1:]:
         if digits := re.fullmatch(r"(\d) digits", option):
@@ -318,6 +319,8 @@ def shown_by(words: str) -> Shown:
             if first > last or shown.seeds is not None:
                 raise UserError(f"a number of a text cannot be of {option}")
             shown = replace(shown, seeds=range(first, last + 1))
+        elif margin := re.fullmatch(r"margin (-?\d+\.\d+)", option):
+            shown = replace(shown, margin=float(margin[1]))
         elif option in JUDGED:
             shown = replace(shown, judged=option)
         else:
@@ -380,15 +383,15 @@ def cell_of(
     sides, seeds = of_seeds_or_mean(sides)
     higher, _, lower = sides.partition(" - ")
     run_config, _, kind = higher.partition(":")
-    if shown.judged and not lower:
+    if shown.judged and not lower or shown.margin and not shown.judged:
         return None
     if kind in ("parameters", "mflops") and run_config in entries:
         return cost_cell(entries[run_config], kind)
     if shown.judged in ("Holm's p", "verdict"):
-        return marked_cell(shown.judged, higher, lower, experiment, recipe, recipes)
+        return marked_cell(shown, higher, lower, experiment, recipe, recipes)
     # counts of runs that succeed are compared by Fisher's test
     success = experiment.success if lower and ":" not in sides else None
-    claim = Claim("", lower or "0", higher, success=success)
+    claim = Claim("", lower or "0", higher, margin=shown.margin, success=success)
     judgement = judged(claim, experiment.kind, entries)
     if not judgement or judgement["mean"] is None:
         return None
@@ -431,27 +434,29 @@ def of_seeds(recipes: Recipes, seeds: range) -> Recipes:
 
 
 def marked_cell(
-    option: str,
+    shown: Shown,
     higher: str,
     lower: str,
     experiment: Experiment,
     recipe: str,
     recipes: Recipes,
 ) -> str | None:
-    """Return Holm's p of the marked claim of two sides, whichever it says is the lower
-    one, or the verdict on the statement that `lower` is; None if there is none."""
+    """Return Holm's p of the marked claim of two sides with this margin, or the verdict
+    on the statement that `lower` is the lower one; None if there is none. Without a
+    margin the claim may say the contrary, with one it is no claim."""
     turned = {}
     for claim in experiment.claims:
-        if {claim.higher, claim.lower} == {higher, lower}:
-            turned[claim.says] = claim.higher != higher
+        if claim.margin == shown.margin:
+            if (claim.higher, claim.lower) == (higher, lower):
+                turned[claim.says] = False
+            elif (claim.higher, claim.lower) == (lower, higher) and not claim.margin:
+                turned[claim.says] = True
     for claim in judgements(experiment, recipes)[recipe]:
         if not claim["primary"] or claim["says"] not in turned:
             continue
-        if option == "verdict":
-            is_turned = turned[claim["says"]]
-            if is_turned and claim["margin"]:
-                return None  # the contrary of "as good within a margin" is no claim
+        if shown.judged == "verdict":
             verdict = claim["verdict"]
+            is_turned = turned[claim["says"]]
             return CONTRARY.get(verdict, verdict) if is_turned else verdict
         if deciding_p(claim) is not None:
             return p_cell(claim["p_holm"])

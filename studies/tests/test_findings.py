@@ -1289,6 +1289,40 @@ def test_a_text_may_name_p_values_some_seeds_alone_and_earlier_losses():
             shown(text)
 
 
+def test_a_text_names_a_claim_by_its_margin():
+    """Two marked claims of the same run configs, the second with a margin."""
+    low = [1.0, 1.3, 1.15, 1.12]
+    high = [2.0, 2.2, 2.15, 2.1]
+    entries = {"a": by_seed(*high), "b": by_seed(*low)}
+    claims = [
+        Claim("a is as low, within 1.5", "a", "b", margin=1.5, primary=["fast"]),
+        Claim("b is lower", "b", "a", primary=["fast"]),
+    ]
+    experiment = dataclasses.replace(
+        load_experiment("E22"), kind="training", claims=claims
+    )
+
+    def shown(text):
+        return pages.filled(text, experiment, {"fast": entries})
+
+    plain = stats.ttest_ind(high, low, equal_var=False).pvalue
+    shifted = stats.ttest_ind(high, [loss + 1.5 for loss in low], equal_var=False)
+    p = shifted.pvalue
+    assert plain < p < 0.05
+    assert shown("{fast: a - b, Holm's p}") == f"{2 * plain:.2g}"
+    assert shown("{fast: b - a, margin 1.5, p}") == f"{p:.2g}"
+    assert shown("{fast: b - a, margin 1.5, Holm's p}") == f"{p:.2g}"
+    assert shown("{fast: a - b, verdict}") == CONFIRMED
+    assert shown("{fast: b - a, margin 1.5, verdict}") == CONFIRMED
+    for text in (
+        "{fast: a - b, margin 1.5, verdict}",  # its contrary is no claim
+        "{fast: b - a, margin 0.2, verdict}",
+        "{fast: b - a, margin 1.5}",
+    ):
+        with pytest.raises(ValueError, match="E22 has no"):
+            shown(text)
+
+
 def test_a_passage_stands_where_its_runs_are_there():
     experiment = load_experiment("E22")
     recipes = {"fast": {"adaln": by_seed(2.0, 2.2, eval_random=(2.0, 0.0))}}
