@@ -199,8 +199,7 @@ def table_columns() -> list[Column]:
         Column("of a sample", "mean_sample_perplexity", ".2f"),
     ]
     for name, measure in MEASURES.items():
-        if measure.title is not None:
-            columns.append(Column(measure.title, name, measure.form))
+        columns.append(Column(measure.title, name, ".3f"))
     columns += [
         Column("different", "distinct_samples", "d"),
         Column("NFE", "nfe", ".1f"),

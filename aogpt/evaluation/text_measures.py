@@ -49,16 +49,13 @@ class Measure:
     """A number of one sample, of which eval_gen.py reports the mean over samples."""
 
     function: Callable[[Sequence[int]], float | None]  # of the sample's tokens
-    title: str | None = None  # of its column in the table; None: it has none
-    form: str = ".3f"  # how the table writes it
+    title: str  # of its column in the table
 
 
 # By their names in the JSON file.
 MEASURES = {
     "entropy": Measure(unigram_entropy, title="entropy"),
-    "distinct_1": Measure(lambda tokens: distinct(tokens, 1)),
     "distinct_2": Measure(lambda tokens: distinct(tokens, 2), title="distinct-2"),
-    "distinct_3": Measure(lambda tokens: distinct(tokens, 3)),
     "repetition_4": Measure(repetition, title="repeated"),
 }
 

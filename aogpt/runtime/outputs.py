@@ -212,9 +212,6 @@ def versions() -> dict[str, str]:
 def command() -> str:
     """Return this command, as it would be typed at the top of the repository."""
     module = sys.modules["__main__"].__spec__  # of `python -m`
-    # A command of the package, as "aogpt score", which __main__ has put there.
-    if sys.argv[0].startswith(("aogpt ", "python -m aogpt ")):
-        return shlex.join([*sys.argv[0].split(), *sys.argv[1:]])
     script = ["-m", module.name] if module else [Path(sys.argv[0]).name]
     return shlex.join(["python", *script, *sys.argv[1:]])
 

@@ -102,7 +102,9 @@ def probabilities(logits: Tensor, choice: TokenChoice) -> Tensor:
         certain = torch.zeros_like(logits, dtype=torch.float64)
         return certain.scatter_(1, best, 1.0)
     probs = _truncated(logits, choice)
-    probs = _top_p(probs, choice)
+    if choice.top_p < 1:
+        total = probs.sum(dim=-1, keepdim=True, dtype=torch.float64)
+        probs = _nucleus(probs, choice.top_p * total)
     probs = probs.double()
     return probs / probs.sum(dim=-1, keepdim=True)
 
@@ -153,15 +155,6 @@ def _from(probs: Tensor, least: Tensor, ties: Tensor) -> Tensor:
 # The nucleus has one rule, "a token is kept if less than `wanted` is ranked before it,
 # the lower id first among equals", in three forms here; change all: `_nucleus`,
 # `_outside_nucleus`, `_nucleus_of_row`.
-
-
-def _top_p(probs: Tensor, choice: TokenChoice) -> Tensor:
-    """Return probabilities (N, V), 0 outside the choice's nucleus."""
-    if choice.top_p == 1:
-        return probs
-    total = probs.sum(dim=-1, keepdim=True, dtype=torch.float64)
-    wanted = choice.top_p * total
-    return _nucleus(probs, wanted)
 
 
 def _nucleus(probs: Tensor, wanted: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..model import (
     Block,
@@ -48,19 +48,10 @@ class TwoStreamPass(Pass):
         return attention(q, k, v, mask=self.query_allowed, dropout=self.dropout)
 
 
-class TwoStreamBlock(nn.Module):
-    """The layers of a `Block` for both streams, which share them."""
+class TwoStreamBlock(Block):
+    """A `Block` for both streams, which share its layers."""
 
-    def __init__(self, c: ModelConfig):
-        super().__init__()
-        block = Block(c)
-        self.norm1 = block.norm1
-        self.norm2 = block.norm2
-        self.attn = block.attn
-        self.mlp = block.mlp
-        self.drop = block.drop
-
-    def forward(
+    def forward(  # type: ignore[override]
         self, x: Tensor, queries: Tensor, p: TwoStreamPass, first_values: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return inputs x and queries, (B, T, D) each, after this block, and its

@@ -86,6 +86,8 @@ def start(config: Config, data_meta: Mapping[str, Any], procs: Processes) -> Sta
         values["best"] = known_best(config, data_meta, path, values, procs.print0)
     # empty: drawing the weights of a large model, to be replaced, would take minutes
     model = parallel.build(config, procs, weights, empty=newest is not None)
+    if config.data.end == "given":
+        model.exclude(data_meta["vocab_size"], data_meta["eot"])
     state = State(
         model=model,
         average=EMA(model, config.optim.ema_decay),

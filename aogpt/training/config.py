@@ -326,7 +326,7 @@ def check_orders(config: Config) -> None:
 def load_toml(path: str | Path) -> Config:
     """Read a config file; missing keys have their defaults. Raises UserError and
     OSError."""
-    values = without_removed_keys(validation.read_toml(Path(path)))
+    values = validation.read_toml(Path(path))
     train = values.get("train")
     if isinstance(train, dict) and train.get("epochs"):
         for key in ("steps", "minutes"):
@@ -334,7 +334,7 @@ def load_toml(path: str | Path) -> Config:
                 raise UserError(
                     f"{path} has train.{key} and train.epochs: leave one of them out"
                 )
-    return validation.from_values(values, Config, str(path), advice_on(values))
+    return from_dict(values, str(path))
 
 
 def from_dict(values: dict, source: str) -> Config:
