@@ -132,6 +132,8 @@ def parse_orders(a: Arguments) -> dict[str, Meaning]:
             if text.startswith("oracle"):
                 mode = partial(mode, by="oracle")
             if a.group > 1:
+                if "group" in mode.keywords:
+                    raise UserError(f"--orders {text} has a group; leave out --group")
                 mode = partial(mode, group=a.group)
             meanings[text] = mode
         else:

@@ -80,15 +80,15 @@ def train(config: Config, procs: Processes) -> int:
     )
     if config.train.epochs:
         config = config.with_steps(config.steps_of_epochs(data.num_blocks))
+    if any(orders.base_kind == "file" for orders in config.all_orders()):
+        read_orders(config.order.file, config.model.block_size)  # to say what is wrong
+        path = Path(config.order.file)
+        data.files[str(path)] = file_record(path, sha256_file(path))
     val_data = None
     files = dict(data.files)
     if config.eval.interval > 0:
         val_data = TokenDataset(source, "val", data.block_size)
         files.update(val_data.files)
-    if any(orders.base_kind == "file" for orders in config.all_orders()):
-        read_orders(config.order.file, config.model.block_size)  # to say what is wrong
-        path = Path(config.order.file)
-        files[str(path)] = file_record(path, sha256_file(path))
     # Checkpoints record all of them, to see at a resume whether one has changed.
     data.meta = {**data.meta, "files": files}
     check_fits(config, data, procs)
@@ -111,8 +111,6 @@ def train(config: Config, procs: Processes) -> int:
                 f"run has {config.train.steps}"
             )
         state = start(config, data.meta, procs)
-        if data.end_given:
-            state.model.exclude(data.meta["vocab_size"], data.meta["eot"])
         first_step = state.progress.step
         if state.progress.step < config.train.steps:
             if procs.main:
@@ -310,8 +308,6 @@ def steps_of_minutes(
     procs.gather(None)  # the others wait for it
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         state = start(trial, data.meta, procs)
-        if data.end_given:
-            state.model.exclude(data.meta["vocab_size"], data.meta["eot"])
         training_loop(trial, procs, state, data, val_data=None, stop=stop)
     if stop.requested:
         raise KeyboardInterrupt

@@ -72,6 +72,8 @@ class Words:
                     show_note(f"{text!r} is taken as a text; --file reads the file")
             return self.texts
         path = Path("/dev/stdin" if self.file == "-" else self.file)
+        if path.suffix in (".json", ".jsonl"):
+            raise UserError(f"--file {path} is JSON: give a file with a text a line")
         return [line for _, line in read_lines(path)]
 
     def show(self, answers: Iterable[Any], lines: Iterable[str]) -> None:

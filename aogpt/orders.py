@@ -7,8 +7,10 @@ to right gives an autoregressive model, uniform over all T! orders a masked diff
 model (the paper, section 3). An order is a function of (seed, optimizer step, row of
 the global batch): see randomness.py."""
 
+import contextlib
 import functools
 import itertools
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -252,10 +254,20 @@ def _fixed_blockwise(config: OrderConfig, length: int) -> Tensor:
     return order[order < length]  # the last block may be shorter
 
 
-@functools.lru_cache(maxsize=4)
 def read_orders(file: str, length: int) -> np.ndarray:
     """Return the orders in a .npy file, int64 (M, length). Of longer orders it takes
     the positions below `length`."""
+    version = None
+    with contextlib.suppress(OSError):  # which reading it will raise
+        status = os.stat(file)
+        version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    return _read_orders(file, length, version)
+
+
+@functools.lru_cache(maxsize=4)
+def _read_orders(file: str, length: int, version: tuple | None) -> np.ndarray:
+    """Return what `read_orders` does. version: of the file, which may be written again
+    under its name."""
     try:
         with open_regular(Path(file)) as stream:
             orders = np.load(stream, allow_pickle=False)
@@ -303,6 +315,8 @@ def parse_settings(text: str, types: dict[str, type], option: str) -> tuple:
     values = {}
     for setting in written.split(",") if written else ():
         key, _, value = setting.partition("=")
+        if key in values:
+            raise UserError(f"{option} {text}: {key} is given twice")
         try:
             values[key] = types[key](value)
         except (KeyError, ValueError):

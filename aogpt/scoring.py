@@ -156,6 +156,9 @@ def passes(
     if not model.config.is_encoder and not (scored & ~follows).any():
         yield model.hidden(tokens, order), scored
         return
+    if model.separate_queries:  # which may know different numbers of tokens in one pass
+        yield model.hidden(tokens, order, torch.minimum(known, steps)), scored
+        return
     left = known.where(scored, T)
     while (left < T).any():
         first = left.amin(dim=1)  # (B,), T in a row that is done

@@ -260,7 +260,8 @@ class TextModel:
         if predict is None:
             is_refused = orders > 1
         else:
-            is_refused = order != "l2r" or end or not predict
+            is_l2r = isinstance(order, str) and order == "l2r"
+            is_refused = not is_l2r or end or not predict
         if is_refused:
             raise UserError(
                 "predict takes spans, such as [(3, 7)], and orders, and neither order "
@@ -364,15 +365,15 @@ class TextModel:
         ids = self.tokenizer.encode_documents(text).tolist()
         if len(ids) + end <= self.scored_from:
             raise UserError("there is no text to score")
+        if end and self.end is None:
+            ids.append(self.tokenizer.eot)
         whole = whole or self.end is not None
         if whole and len(ids) > self.longest:
             raise UserError(
                 f"the text has {len(ids)} tokens, and this model takes {self.longest} "
                 "at once: give the part that matters"
             )
-        if self.end is None:
-            return [*ids, self.tokenizer.eot] if end else ids
-        if self.end.token in ids:
+        if self.end is not None and self.end.token in ids:
             raise UserError(
                 "a record of this model has one end, which follows the text by itself: "
                 f"leave out {END_OF_TEXT}"
@@ -701,7 +702,7 @@ class TextModel:
         probability of the whole text, the most probable first. Equal texts count once.
 
         Args:
-            texts: with alternatives in brackets.
+            texts: with alternatives in brackets, each at most a block long.
             end: score the end of the text, too. Where alternatives stand at the end,
                 "She went home[.|]", the shorter one is otherwise a beginning of the
                 longer one, and a beginning is always at least as probable."""
@@ -712,7 +713,8 @@ class TextModel:
             first_tokens = set()
             for whole in wholes:
                 # An empty record whose end is given has no token.
-                first_tokens.add(tuple(self._ids_to_score(whole, end)[:1]))
+                ids = self._ids_to_score(whole, end, whole=True)
+                first_tokens.add(tuple(ids[:1]))
             # One that all begin with need not be scored to compare them.
             self._check_known(count=int(len(first_tokens) == 1))
             return wholes
@@ -783,6 +785,11 @@ def alternatives_of(text: str) -> list[str]:
         whole = parts[0]
         for word, after in zip(words, parts[2::2], strict=True):
             whole += word + after
+        if brackets := BRACKETS.search(whole):
+            raise UserError(
+                f"{brackets[0][:40]} stands within an alternative: write its whole "
+                "alternatives, [a cat|a dog|a cow]"
+            )
         wholes[whole] = None  # a dict keeps the order of what is written
     return list(wholes)
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from helpers import ROOT, run_main
@@ -116,11 +117,24 @@ def test_spans_are_of_whole_tokens_in_the_text(books):
             books.score(["The mother smiled."], predict=spans)
     with pytest.raises(UserError, match="neither order nor end"):
         books.score(["The mother."], "random", predict=[(4, 10)])
+    with pytest.raises(UserError, match="neither order nor end"):
+        books.score(["The mother."], np.array([0, 1]), predict=[(4, 10)])
     with pytest.raises(UserError, match="plain GPT"):
         small("GPT-2").score(["abc"], predict=[(0, 1)])
     two = "é日"  # each of several tokens of bytes
     (joint,) = small("AO-GPT").score([two], predict=[(1, 2)])
     assert [value is None for value in joint.log_probs] == [True] * 2 + [False] * 3
+
+
+def test_a_file_of_orders_that_is_written_again_is_read_again(books, tmp_path):
+    file = tmp_path / "orders.npy"
+    (ids,) = [one.ids for one in books.score(["The mother smiled."])]
+    for order in ("l2r", "r2l"):
+        places = np.arange(len(ids))[None]
+        np.save(file, places if order == "l2r" else places[:, ::-1])
+        (read,) = books.score(["The mother smiled."], order=f"file:file={file}")
+        (named,) = books.score(["The mother smiled."], order=order)
+        assert read == named
 
 
 def test_special_tokens_that_are_read_as_text_get_a_warning(books, monkeypatch, capsys):
@@ -176,6 +190,9 @@ def test_mistakes_are_told(books):
         (lambda: books.fill(["a"]), "there is no mask"),
         (lambda: books.rank(["a"]), "no alternatives"),
         (lambda: books.rank(["[nH] [a"]), "no alternatives"),
+        (lambda: books.rank(["A [cat|[dog|cow]] ran."]), "within an alternative"),
+        (lambda: books.rank(["[b|c]" + " a" * 256]), "257 tokens.* 256 at once"),
+        (lambda: books.rank(["[b|c]" + " a" * 255], end=True), "257 tokens"),
         (lambda: books.score(["a b"], (1, 1)), "a permutation of 0..1"),
         (lambda: books.score(["a b"], 1), "order is 1, but it must be a list"),
         (lambda: plain.score(["ab"], (1, 0)), "plain GPT"),
@@ -214,6 +231,9 @@ def test_commands_read_a_text_a_line_and_print_json(
     assert "is taken as a text; --file reads the file" in printed.err
     row = json.loads(printed.out)
     assert row["log_prob"] == pytest.approx(sum(row["log_probs"]))
+    monkeypatch.setattr("sys.argv", ["aogpt", "score", BOOKS, "--file", "b.jsonl"])
+    with pytest.raises(UserError, match="b.jsonl is JSON"):
+        commands.main()
     monkeypatch.setattr("sys.argv", ["aogpt", "score", BOOKS, "a", "--file", "b"])
     with pytest.raises(UserError, match="give texts after the model"):
         commands.main()

@@ -157,6 +157,18 @@ def test_prompts_of_another_field_and_records_that_are_too_long(tmp_path, capsys
     folder = short(tmp_path / "data", source)
     said = capsys.readouterr().out
     assert "note: 6 records longer than a block of 8 tokens skipped" in said
+    # The prompts themselves, as texts.
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "abc"}])
+    alone = prepared(
+        "records",
+        tmp_path / "alone",
+        prompts,
+        block_size=8,
+        split="test",
+        field="prompt",
+    )
+    texts = TokenDataset(alone, "test", 8).blocks([0]).tolist()
+    assert texts == [[*b"abc", *[256] * 5]]
     data = TokenDataset(folder, "test", 8, verify=True)
     assert data.num_blocks == 6
     assert data.blocks([1]).tolist() == [[*b"??!", *[256] * 5]]
@@ -170,6 +182,7 @@ def test_prompts_of_another_field_and_records_that_are_too_long(tmp_path, capsys
         ({"text": "b"}, {"split": None}, "a single record or character makes no"),
         ({"prompt": "[GIVEN]a", "text": "b"}, {}, "line 1: .*not both"),
         ({"prompt": 1, "text": "b"}, {}, "line 1: .*'prompt' .int"),
+        ({"q": "b"}, {"field": "q", "prompt_field": "q"}, "are both 'q'"),
         ({"text": "b"}, {"protocol": "full"}, "records takes no --protocol"),
     ],
 )

@@ -314,6 +314,7 @@ def words(text):
         ("--mode | mdm:schedule=sine", "schedule is 'sine' | 'linear', 'cosine'"),
         ("--mode | l2r:steps=4", "'steps=4' is not a setting of l2r; it has group"),
         ("--mode | slots:block=0", "mode slots:block=0: | block is 0"),
+        ("--mode | l2r:group=2,group=4", "l2r:group=2,group=4: group is given twice"),
         ("--mode | l2r:group=9999999999", "group is 9999999999 | 2147483648"),
         ("--mode | speculative:order=up", "'up'"),
         ("--mode | confidence:threshold=2", "the threshold is 2: for confidence"),

@@ -484,6 +484,19 @@ def test_without_group_attention_a_group_is_predicted_from_the_tokens_before_it(
             token_log_probs(gpt, tokens, one_order, starts)
 
 
+@pytest.mark.parametrize("system", ["two_stream", "mask_query", "AO-GPT"])
+@torch.no_grad()
+def test_among_all_ids_groups_have_the_probabilities_that_they_have_without(system):
+    """vocab_size is that of the model, float64."""
+    model = make_system(system, 3)
+    tokens, order = random_text(3, LENGTH)
+    starts = group_starts(order, 4)
+    expected = token_log_probs(model, tokens, order, starts)
+    size = model.config.vocab_size
+    got = token_log_probs(model, tokens, order, starts, vocab_size=size)
+    assert (got - expected).abs().max() < 1e-12
+
+
 @pytest.mark.parametrize("system", ["AO-GPT", "mask_query", ONE_BY_ONE, "RADD", "SEDD"])
 @torch.no_grad()
 def test_each_step_is_predicted_from_its_own_number_of_known_tokens(system):

@@ -100,6 +100,21 @@ def around(tokenizer, template):
     return tokenizer
 
 
+def test_a_text_with_the_token_that_ends_one_is_refused(tmp_path):
+    """Where the library reads it so: of a Unigram model with that piece, and where
+    its added token is not special."""
+    pieces = [("<unk>", -9.0), ("</s>", -1.0), *((letter, -2.0) for letter in "abs</>")]
+    unigram = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=0))
+    plain = of_bytes()
+    plain.add_tokens(["</s>"])
+    for name, tokenizer in (("unigram", unigram), ("plain", plain)):
+        path = saved(tokenizer, tmp_path / name)
+        hub = get_tokenizer(str(path), end_token="</s>")
+        assert hub.eot not in hub.encode("ab")
+        with pytest.raises(UserError, match="the text holds '</s>', which"):
+            hub.encode("a</s>b")
+
+
 END = {"<|endoftext|>": 256, "<|im_end|>": 257, "<s>": 258}
 
 

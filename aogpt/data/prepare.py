@@ -116,7 +116,8 @@ class Prepare:
     """Share of the documents for validation, 0.05 (openwebtext: 0.0005): a random one
     of every 1/SHARE in a row; of a single document, its end."""
     limit: Count | None = None
-    """Use the first N documents only (validation share included), for a trial."""
+    """Use the first N documents of --source only (validation share included), for a
+    trial."""
     overwrite: bool = False
     """Replace the dataset in the output folder; it stays until the new one is
     complete."""
@@ -255,6 +256,8 @@ def check_options(args: Prepare, dataset: Dataset) -> None:
         raise UserError("give one of --split, --val-fraction and --val, not several")
     if args.split:
         check_value(args.split, Literal[dataset.splits], f"--split of {name}")
+    if args.prompt_field and args.prompt_field == (args.field or dataset.field):
+        raise UserError(f"--field and --prompt-field are both {args.prompt_field!r}")
 
 
 def metadata(

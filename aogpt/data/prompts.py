@@ -87,7 +87,7 @@ def example_of(row: dict, place: str, field: str, prompt_field: str | None) -> s
     {"text": text with marks}. Raises UserError, which begins with `place`."""
     text = text_of(row, place, field)
     prompt = prompt_field or "prompt"
-    if prompt in row or prompt_field:
+    if prompt != field and (prompt in row or prompt_field):
         given = text_of(row, place, prompt, "--prompt-field")
         if MARKS.search(text + given):
             raise UserError(f"{place}: give a prompt or {BEGIN} marks, not both")

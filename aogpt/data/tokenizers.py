@@ -312,7 +312,7 @@ class HubTokenizer(Tokenizer):
         probe = "a"
         has_letter = "a" in ids or "▁a" in ids
         if not has_letter:
-            token = self.texts[min(ids.values())]
+            token = self.texts[min(set(ids.values()) - {self.eot})]
             probe = token.decode(errors="replace").strip()
         text = self.to_bytes(self.encode(probe))
         self.adds_space = text.startswith(b" ")
@@ -355,6 +355,11 @@ class HubTokenizer(Tokenizer):
             raise UserError(
                 f"tokenizer.json cannot encode {text[:40]!r}: {reason_of(error)}"
             ) from None
+        if self.eot in ids:
+            raise UserError(
+                f"the text holds {self.end_token!r}, which this tokenizer.json reads "
+                "as the end of a text, not as ordinary text: take it out"
+            )
         return np.array(ids, self.dtype)
 
     def encode_after(self, text: str) -> list[int]:
