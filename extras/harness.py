@@ -121,7 +121,8 @@ class HarnessModel(TemplateLM):
         """Return the tokens of both together, divided at the last boundary of tokens
         within the context, whose trailing spaces belong to the continuation."""
         tokens = self.tok_encode(context + continuation)
-        context = context.rstrip()
+        # as the tokenizer writes it, which may compose letters
+        context = self.tokenizer.decode(self.tok_encode(context.rstrip()))
         split = len(tokens)
         while not context.startswith(self.tokenizer.decode(tokens[:split])):
             split -= 1

@@ -29,7 +29,13 @@ import aogpt
 from aogpt.data.tokenizers import Tokenizer
 from aogpt.model import AOGPT
 from aogpt.runtime.command_line import run_script, show
-from aogpt.sampling.modes import DecodingOptions, generate_rows, plan_samples
+from aogpt.runtime.validation import Count, check_value
+from aogpt.sampling.modes import (
+    DecodingOptions,
+    generate_rows,
+    plan_samples,
+    refuse_masks,
+)
 from aogpt.scoring import check_finite
 
 MASKS = re.compile(r"((?:\[MASK(?::\d+(?:-\d+)?)?\])+)")
@@ -84,6 +90,8 @@ def read(text: str, tokenizer: Tokenizer) -> Gapped:
     parts = MASKS.split(text)
     if len(parts) == 1:
         raise aogpt.UserError("there is no mask; write [MASK:3], or [MASK:1-4]")
+    for part in parts[::2]:
+        refuse_masks(part, "write [MASK:3], or [MASK:1-4]")
     texts = [tokenizer.encode(parts[0])]
     texts += [tokenizer.encode_after(part) for part in parts[2::2]]
     lengths = []
@@ -109,8 +117,14 @@ def fill(
     vocab_size: int | None = None,
 ) -> Fillings:
     """Draw fillings of all gaps, and rank them."""
+    check_value(draws, Count, "draws")
     if model.config.is_encoder or not gapped.texts[0] or temperature <= 0:
         raise aogpt.UserError("give a decoder, text before the mask, a temperature > 0")
+    if model.excluded is not None:
+        raise aogpt.UserError(
+            "this model was trained on records whose end is given (data.end), which a "
+            "plain GPT has not: python -m aogpt fill MODEL TEXT"
+        )
     longest = sum(lengths[-1] for lengths in gapped.lengths)
     total = longest + sum(map(len, gapped.texts))
     if total > model.config.block_size:
@@ -241,12 +255,13 @@ def ranked(rows: list[Row]) -> list[Filling]:
 def print_fillings(
     model: Annotated[str, tyro.conf.Positional],
     text: Annotated[str, tyro.conf.Positional],
-    candidates: int = 3,
-    draws: int = DRAWS,
+    candidates: Count = 3,
+    draws: Count = DRAWS,
     temperature: float = TEMPERATURE,
     seed: int = 0,
 ) -> None:
     """Fill the gaps of a text with a plain GPT."""
+    check_value(candidates, Count, "candidates")
     loaded = aogpt.load(model)
     gapped = read(text, loaded.tokenizer)
     result = fill(

@@ -21,6 +21,7 @@ from aogpt.sampling.engine import Generation
 from aogpt.sampling.modes import DecodingOptions
 from aogpt.sampling.page import PageSample, render
 from aogpt.sampling.plans import Plan, group_sizes
+from aogpt.sampling.records import end_first
 from aogpt.sampling.token_choice import TokenChoice
 
 ON_PAGE = 16  # rows
@@ -101,6 +102,8 @@ def answer(
     roles = questions.roles
     contexts = modes.contexts_of(questions.tokens, roles.given, roles.lengths)
     planned = modes.plan_samples(options.plan, contexts, seed)
+    if roles.end is not None and roles.end.any():
+        planned = planned._replace(plan=end_first(planned.plan))
     started = time.perf_counter()
     engine = options.engine(loaded.model, loaded.vocab_size)
     samples = modes.generate_distributed(engine, planned, procs, label=questions.name)

@@ -147,6 +147,8 @@ def passages_of(a: Arguments, models: list[Loaded]) -> Passages:
     """Return the passages of the data set, the same for all models, in blocks of the
     smallest block size. Raises UserError if there is none."""
     dataset = open_split(a.data, a.split, verify=False)
+    if dataset.of_records:
+        raise UserError(f"{a.data} holds records: give documents, of prepare.py text")
     block_size = min(loaded.model.config.block_size for loaded in models)
     for loaded in models:  # each checks that the tokens are its own
         eval_set = open_eval_set(

@@ -245,7 +245,7 @@ def measures(
     that are not novel."""
     molecules, texts = canonical(generated)
     row = {"valid": len(molecules) / len(generated)}
-    if not molecules:
+    if len(molecules) < 2:  # which have no covariance
         return row
     different = set(texts)
     row["unique"] = len(set(texts[:FIRST])) / len(texts[:FIRST])

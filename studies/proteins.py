@@ -15,6 +15,7 @@ A row of one mutation has one score in all three. ProteinGym itself was not run:
 not at hand."""
 
 import csv
+import io
 import math
 import re
 from collections import defaultdict
@@ -62,15 +63,16 @@ class Variant:
 def read_assay(file: Path, sequence: str | None) -> tuple[str, list[Variant]]:
     """Return the wild type and the variants of an assay. Raises UserError for a row
     that cannot be read, or that does not fit the wild type."""
-    with file.open(newline="", encoding="utf-8-sig") as stream:
-        reader = csv.DictReader(stream)
-        columns = reader.fieldnames or ()
-        for name in ("mutant", "DMS_score"):
-            if name not in columns:
-                raise UserError(
-                    f"{file} has no column {name!r}, but {', '.join(columns)}"
-                )
-        rows = list(reader)
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not UTF-8: {error}") from None
+    reader = csv.DictReader(io.StringIO(text))
+    columns = reader.fieldnames or ()
+    for name in ("mutant", "DMS_score"):
+        if name not in columns:
+            raise UserError(f"{file} has no column {name!r}, but {', '.join(columns)}")
+    rows = list(reader)
     if not rows:
         raise UserError(f"{file} has no rows")
     variants = []
@@ -94,7 +96,7 @@ def read_assay(file: Path, sequence: str | None) -> tuple[str, list[Variant]]:
 def variant_of(row: dict[str, str]) -> Variant:
     """Return the variant of a row of an assay."""
     mutations: Mutations = {}
-    for word in row["mutant"].split(":"):
+    for word in (row["mutant"] or "").split(":"):
         match = MUTATION.fullmatch(word)
         if match is None or int(match[2]) < 1:
             raise UserError(f"mutant is {row['mutant']!r}; write A12G or A12G:C30T")
@@ -104,7 +106,7 @@ def variant_of(row: dict[str, str]) -> Variant:
         mutations[place] = (match[1], match[3])
     try:
         fitness = float(row["DMS_score"])
-    except ValueError:
+    except (TypeError, ValueError):  # TypeError: the row has no such cell
         fitness = math.nan
     if not math.isfinite(fitness):
         raise UserError(f"DMS_score is {row['DMS_score']!r}, which is no number")

@@ -1,7 +1,7 @@
 """Puzzles on which the order of prediction matters, or does not. All examples of a
 puzzle have one length, a block, and no end-of-text. An example is made from a *key*,
 such as a solved Sudoku. Splits are assigned by a hash of its canonical form: no puzzle
-or trivial variant is in two."""
+or trivial variant is in two; facts (`reversal`) are trained forwards."""
 
 import functools
 import hashlib

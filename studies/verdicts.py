@@ -271,7 +271,7 @@ def compared(
         return mean, None, None
     error = math.sqrt(sum(parts) + sum(shared))
     if error == 0:
-        return mean, 0.0, float(mean + margin == 0)
+        return mean, 0.0, float(math.isclose(mean, -margin, abs_tol=1e-12))
     degrees = min(sizes) - 1
     if sum(shares_of_degrees):
         degrees = sum(parts) ** 2 / sum(shares_of_degrees)

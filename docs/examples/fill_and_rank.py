@@ -19,7 +19,7 @@ import aogpt
 def fill_lines(model: aogpt.TextModel, file: Path, seed: int) -> None:
     """Print the lines of a text, with their gaps filled in."""
     text = file.read_text(encoding="utf-8-sig")
-    for line in text.splitlines():
+    for line in text.split("\n"):
         if "[MASK" in line:
             (filling,) = model.fill([line], seed=seed)
             line = filling.text

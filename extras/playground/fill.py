@@ -180,6 +180,11 @@ def new_fill(text: aogpt.TextModel, context: Context) -> Fill:
     """Return a text to fill in. Raises UserError for a plain GPT."""
     if text.model.config.l2r_only:
         raise UserError("this model is a plain GPT, which only continues texts")
+    if text.end is not None:
+        raise UserError(
+            "this model was trained on records whose end is given (data.end), which "
+            "the page does not show: python -m aogpt fill MODEL TEXT"
+        )
     return Fill(text, context)
 
 

@@ -426,3 +426,10 @@ def test_an_error_is_told_in_one_line(tab):
     model.fill("no/such/run")
     model.press("Enter")
     tab.locator(".error", has_text="no/such/run").wait_for()
+
+
+def test_a_model_of_records_whose_end_is_given_is_refused():
+    text = aogpt.load("results/molecules_model")
+    context = modes.encode_gaps("CC[MASK]O", text.tokenizer, text.block_size)
+    with pytest.raises(aogpt.UserError, match="records whose end is given"):
+        filling.new_fill(text, context)

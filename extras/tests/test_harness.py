@@ -19,6 +19,9 @@ from aogpt.data.tokenizers import get_tokenizer
 from aogpt.scoring import masked_log_probs, token_log_probs
 
 pytest.importorskip("lm_eval", reason="needs: pip install -r requirements/harness.txt")
+import tokenizers  # noqa: E402
+from tokenizers.pre_tokenizers import ByteLevel  # noqa: E402
+
 from extras import harness  # noqa: E402
 
 BYTES = get_tokenizer("bytes")
@@ -158,6 +161,26 @@ def test_a_token_across_context_and_continuation_is_scored(context, end):
     context_ids = tokens[:context_length] or [english.eot]
     expected = left_to_right(lm.model, context_ids, tokens[context_length:])
     assert value == pytest.approx(expected, abs=EXACT)
+
+
+def test_a_context_is_divided_as_its_tokenizer_writes_it(tmp_path):
+    """A normaliser may compose a letter and its accent."""
+    hub = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            vocab={c: i for i, c in enumerate(sorted(ByteLevel.alphabet()))}, merges=[]
+        )
+    )
+    hub.normalizer = tokenizers.normalizers.NFC()
+    hub.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    hub.decoder = tokenizers.decoders.ByteLevel()
+    hub.add_special_tokens(["<|endoftext|>"])
+    hub.save(str(tmp_path / "tokenizer.json"))
+    lm = adapter()
+    lm.tokenizer = get_tokenizer(str(tmp_path / "tokenizer.json"))
+    composed, decomposed = "caf\u00e9 ici.", "cafe\u0301 ici."
+    assert lm._encode_pair(decomposed, " Oui") == lm._encode_pair(composed, " Oui")
+    context, continuation = lm._encode_pair(decomposed, " Oui")
+    assert lm.tokenizer.decode(continuation) == " Oui"
 
 
 def test_greedy_needs_the_most_probable_token_of_the_tokenizer_in_every_order():

@@ -95,12 +95,18 @@ def test_masks_are_read_and_mistakes_are_told(model):
     tokenizer = get_tokenizer("bytes")
     gapped = read("a[MASK:2-3][MASK]b", tokenizer)
     assert gapped == Gapped([[97], [98]], [range(3, 5)])
-    for text in ("ab", "a[MASK:3-2]b"):
+    for text in ("ab", "a[MASK:3-2]b", "a[MASK:3-]b[MASK]c", "a[MASK: 3]b[MASK]c"):
         with pytest.raises(aogpt.UserError):
             read(text, tokenizer)
     for text in (Gapped([[], [1]], [range(1, 2)]), Gapped([[0], [1]], [range(1, 20)])):
         with pytest.raises(aogpt.UserError):
             fill(model, text)
+    with pytest.raises(aogpt.UserError, match="draws is 0"):
+        fill(model, Gapped([[0], [1]], [range(1, 2)]), draws=0)
+    records = aogpt.load("results/molecules_model")
+    gapped = read("CC[MASK]O", records.tokenizer)
+    with pytest.raises(aogpt.UserError, match="records whose end is given"):
+        fill(records.model, gapped)
 
 
 BOOKS = "results/books_model"

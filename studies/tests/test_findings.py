@@ -1289,6 +1289,14 @@ def test_a_text_may_name_p_values_some_seeds_alone_and_earlier_losses():
             shown(text)
 
 
+def test_equal_runs_that_differ_by_the_margin_decide_nothing():
+    """Whatever 0.9 - 1.0 + 0.1 is in floating point."""
+    claim = Claim("b is as low, within 0.1", "b", "a", margin=0.1)
+    for high, low in ((0.9, 1.0), (0.3, 0.4)):
+        entries = {"a": by_seed(*[high] * 8), "b": by_seed(*[low] * 8)}
+        assert judged(claim, "training", entries)["p"] == 1
+
+
 def test_a_text_names_a_claim_by_its_margin():
     """Two marked claims of the same run configs, the second with a margin."""
     low = [1.0, 1.3, 1.15, 1.12]

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers import ALONE, LENGTH, prepared, tiny_config, write_jsonl
+from helpers import ALONE, LENGTH, prepared, tiny_config, write_jsonl, write_rows
 from reference import DECODERS, ENCODERS, make_system, order_through, random_tokens
 from study_data import stopping_at_the_second
 from test_tokenizer_files import of_bytes, of_words, saved
@@ -286,6 +286,14 @@ def test_the_script_reports_what_the_functions_say(
     assert f"{run}: the right side is worth" in out
     assert f"{plain}: the right" not in out
     assert report.with_suffix(".md").read_text() == out
+    records = prepared(
+        "records",
+        tmp_path / "records",
+        write_rows(tmp_path / "rows.jsonl", [{"text": "One. Two. Three."}]),
+        block_size=32,
+        split="test",
+    )
+    assert "holds records" in mistake(eval_infill, run, "--data", records)
     words = ["--data", said, "--shortest", 15, "--longest", 15]
     assert "no sentence of 15 to 15 tokens" in mistake(eval_infill, run, *words)
 

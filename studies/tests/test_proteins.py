@@ -97,6 +97,7 @@ def test_an_assay_is_ranked_as_its_scores_are(model, tmp_path, capsys):
         (["C2A,1", "C2A:C2D,1"], "mutant,DMS_score", "line 3: .* place 2 twice"),
         (["C2A,?"], "mutant,DMS_score", "which is no number"),
         (["C2A,nan"], "mutant,DMS_score", "which is no number"),
+        (["C2A"], "mutant,DMS_score", "DMS_score is None, which is no number"),
         (["D2A,1"], "mutant,DMS_score", "D2A does not fit .* has C at place 2"),
         (["C2A,MCD,1"], "mutant,mutated_sequence,DMS_score", "is not the wild type"),
         (["D9A,1"], "mutant,DMS_score", "has nothing at place 9"),

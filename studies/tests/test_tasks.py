@@ -5,13 +5,15 @@ import math
 
 import pytest
 import torch
-from helpers import ALONE, change, read_lines, tiny_config
+from helpers import ALONE, change, prepared, read_lines, tiny_config, write_rows
 from study_data import prepared_study, stopping_at_the_second
 
+import aogpt
 import train
 from aogpt.checkpoints.load import load
 from aogpt.evaluation.eval_sets import open_questions
 from aogpt.orders import OrderConfig
+from aogpt.sampling.modes import DecodingOptions
 from studies import eval_tasks, puzzle_answers, tasks
 from studies.answers import answer, given_first
 from studies.puzzles import TASKS
@@ -65,6 +67,33 @@ def test_every_record_is_answered_and_compared(trained, printed, tmp_path):
     if share == 0:
         assert "the 95% interval is below 0.0711" in out  # 1 - 0.025 ** (1 / 50)
     assert "<script" in page.read_text()
+
+
+def test_a_given_end_is_known_first_as_where_texts_are_filled(tmp_path):
+    """Answers are what `fill` writes, of records whose end is given."""
+    molecules = aogpt.load("results/molecules_model")
+    wholes = ["COc1cc(C=O)ccc1O", "CCc1nn(C)c(C(=O)NC)c1N", "O=C1CCCN1Cc1ccccc1"]
+    rows = []
+    texts = []
+    for whole in wholes:
+        text = f"[GIVEN]{whole[:6]}[/GIVEN]{whole[6:11]}[GIVEN]{whole[11:]}[/GIVEN]"
+        rows.append({"text": text})
+        texts.append(f"{whole[:6]}[MASK:5]{whole[11:]}")
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    data = prepared(
+        "records",
+        tmp_path / "data",
+        source,
+        tokenizer=molecules.tokenizer.name,
+        block_size=molecules.block_size,
+        split="test",
+    )
+    loaded = molecules.loaded
+    questions = open_questions(data, None, loaded)
+    options = DecodingOptions(mode="confidence", temperature=0)
+    answers = answer(loaded, questions, options, 0, ALONE)
+    filled = molecules.fill(texts, mode="confidence", temperature=0)
+    assert [row["answer"] for row in answers.records] == [one.text for one in filled]
 
 
 def test_a_model_that_can_only_continue_is_asked_with_what_is_given_first(
