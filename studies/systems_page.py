@@ -7,7 +7,7 @@ from studies import pages
 from studies.experiment import CONFIGS, Experiment
 from studies.runner import Recipes
 
-COMPARISONS = ("E21", "E22", "E26", "E28", "E29", "E34")
+COMPARISONS = ("E21", "E22", "E26", "E28", "E29", "E34", "E39")
 PAPERS_SHARE = 0.10  # of adaLN in a block, at most: the paper has 6 to 8%
 LOSSES = {
     "ao_ar": "log p along a random order",
@@ -85,6 +85,16 @@ def adaln_share(model: ModelConfig) -> float:
     return model.cond_dim / (2 * model.n_embd)
 
 
+def has_rotary(experiment: Experiment, recipes: Recipes, recipe: str) -> bool:
+    """Return whether some system of a recipe has rotary attention."""
+    for name in recipes[recipe]:
+        run_config = experiment.recipes[recipe][name]
+        config = experiment.config(recipe, run_config, 0, run_config.untuned)
+        if config.model.position != "learned":
+            return True
+    return False
+
+
 def inequalities(
     experiment: Experiment, recipes: Recipes, recipe: str, name: str
 ) -> list[str]:
@@ -96,7 +106,7 @@ def inequalities(
     words = []
     if adaln_share(model) > PAPERS_SHARE:
         words.append("more adaLN than the paper's 6 to 8%")
-    if model.position == "learned":
+    if model.position == "learned" and has_rotary(experiment, recipes, recipe):
         words.append("no rotary attention")
     if entry["at_boundary"]:
         words.append("best value at the grid boundary")
