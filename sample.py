@@ -58,9 +58,9 @@ class Arguments(RunOptions, OutputOptions):
     num_samples: Count = 4
     """Samples of each prompt."""
     prompts: Path | None = None
-    """Many prompts: FILE.txt (or /dev/stdin), one per line; or FILE.jsonl with the rows
-    {"prompt": TEXT} or {"prompt": TEXT, "length": N}; or the folder of a prepared data
-    set with prompts (its test split, if it has one)."""
+    """Many prompts: FILE.txt (or /dev/stdin), one per line, blank ones aside; or
+    FILE.jsonl with the rows {"prompt": TEXT} or {"prompt": TEXT, "length": N}; or the
+    folder of a prepared data set with prompts (its test split, if it has one)."""
     rows: tuple[Count, ...] = ()
     """Use only these of the --prompts, by number from 1."""
     until_end: bool = False

@@ -277,6 +277,7 @@ def test_rounding_of_the_logits_moves_no_token():
     "settings, word",
     [
         ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
         ({"top_p": -0.1}, "top_p"),
         ({"top_p": float("nan")}, "top_p"),
         ({"top_k": 0}, "top_k"),

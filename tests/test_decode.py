@@ -877,6 +877,12 @@ DRAFTED = speculative_plan(Samples(1, 4), draft=2)
         ),
         (
             "AO-GPT",
+            PLAN,
+            {"forced": torch.full((1, 4), 9), "vocab_size": 9},
+            "forced must be .* below 9",
+        ),
+        (
+            "AO-GPT",
             DRAFTED,
             {"forced": torch.zeros(1, 4).long()},
             "speculation draws its tokens",
@@ -957,6 +963,8 @@ def test_a_sample_that_has_ended_takes_no_more_passes(system, mode):
         assert short.length[b] == length
         assert short.nfe[b] == len({s for s in step if 0 <= s <= last})
         assert short.tokens[b, :length].tolist() == row[:length]
+        assert not short.tokens[b, length:].any()
+        assert (short.step[b, length:] == -1).all()
     assert short.nfe.sum() < whole.nfe.sum()
     assert short.token_forwards < whole.token_forwards
 
@@ -1010,6 +1018,8 @@ def test_the_simple_sampler_is_greedy_at_no_temperature_and_without_a_nucleus():
         ("AO-GPT", {"uniforms": torch.zeros(4)}, "4 uniforms of float64"),
         ("AO-GPT", {"temperature": math.nan}, "temperature is nan"),
         ("GPT-2", {"sizes": [2, 2]}, "plain GPT.*left to right, and sizes of 1"),
+        ("AO-GPT", {"vocab_size": 0}, "vocab_size must be from 1"),
+        ("AO-GPT", {"sizes": [3], "tokens": torch.full((4,), 99)}, "given tokens must"),
     ],
 )
 def test_the_simple_sampler_refuses_what_it_cannot_use(system, changes, words):
@@ -1019,5 +1029,7 @@ def test_the_simple_sampler_refuses_what_it_cannot_use(system, changes, words):
             order=changes.get("order", torch.arange(4)),
             sizes=changes.get("sizes", [1] * 4),
             uniforms=changes.get("uniforms", torch.zeros(4).double()),
+            tokens=changes.get("tokens"),
             temperature=changes.get("temperature", 1.0),
+            vocab_size=changes.get("vocab_size"),
         )

@@ -30,6 +30,7 @@ from aogpt.sampling import (
     speculative_plan,
     stack_plans,
 )
+from aogpt.sampling.plans import Pace
 from aogpt.sampling.scores import SCORES
 
 MODES = modes("""
@@ -203,6 +204,9 @@ RULES = "'order', 'confidence', 'entropy'"
             "before those it does not",
         ),
         (changed(unmask_by="random"), f"'random'.*{RULES}"),
+        (changed(pace=Pace(most=2)), "pace needs unmask_by"),
+        (changed(unmask_by="margin", block=2), "block needs a pace"),
+        (changed(unmask_by="margin", draft=2), "draft takes neither"),
         (adaptive("surprise"), f"'surprise'.*{RULES}, 'margin'"),
         (adaptive("entropy", group=0, block=2), "most is 0, but it must be at least 1"),
     ],

@@ -320,7 +320,7 @@ class Engine:
         ids = c.vocab_size if c.mask_token is None else c.mask_token
         for name, values, end in (
             ("tokens", tokens, ids),
-            ("forced", forced, ids),
+            ("forced", forced, min(ids, self.vocab_size or ids)),
             ("uniforms", uniforms, 1),
         ):
             if values is None:
@@ -355,7 +355,8 @@ def is_one_by_one_l2r(plan: Plan) -> bool:
     identity = torch.arange(plan.order.shape[1])
     is_l2r = torch.equal(plan.order, identity.expand_as(plan.order))
     at_once = (group_sizes(plan) > 1).any()
-    return is_l2r and not at_once and is_from_left_to_right(plan)
+    of_order = plan.unmask_by == "order" and plan.pace is None
+    return is_l2r and of_order and not at_once
 
 
 def is_from_left_to_right(plan: Plan) -> bool:
@@ -430,5 +431,11 @@ def cut_at_end(samples: Generation, end_token: int) -> Generation:
     last_given = position.where(is_given, -1).amax(dim=1, keepdim=True)
     is_end = (samples.tokens == end_token) & exists & (position > last_given)
     length = torch.minimum(position.where(is_end, T).amin(dim=1), samples.length)
-    log_probs = samples.log_probs.where(position < length[:, None], 0)
-    return replace(samples, length=length, log_probs=log_probs)
+    exists = position < length[:, None]
+    return replace(
+        samples,
+        length=length,
+        tokens=samples.tokens.where(exists, 0),
+        step=samples.step.where(exists, -1),
+        log_probs=samples.log_probs.where(exists, 0),
+    )

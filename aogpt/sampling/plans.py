@@ -120,6 +120,16 @@ class Plan:
                 f"a plan's unmask_by is {self.unmask_by!r}; it must be one of 'order', "
                 f"{', '.join(map(repr, ALL_SCORES))}"
             )
+        is_scored = self.unmask_by != "order"
+        if (
+            (self.pace and not is_scored)
+            or (self.block and not self.pace)
+            or (self.draft and is_scored)
+        ):
+            raise UserError(
+                "a plan with a pace needs unmask_by, a score; one with a block needs a "
+                "pace; one with a draft takes neither"
+            )
         self.generated = valid & (self.step >= 0)
         given = valid & (self.step < 0)
         self.given = torch.empty_like(given).scatter_(1, self.order, given)

@@ -61,7 +61,7 @@ def simple_generate(
         top_p: tokens are drawn from the `nucleus` of this probability.
 
     Raises UserError for what does not fit together."""
-    check_inputs(model, order, sizes, uniforms, tokens)
+    check_inputs(model, order, sizes, uniforms, tokens, vocab_size)
     choice = TokenChoice(temperature, top_p)  # which checks them
     T = len(order)
     text = torch.zeros_like(order)  # tokens by position
@@ -101,6 +101,7 @@ def check_inputs(
     sizes: list[int],
     uniforms: Tensor,
     tokens: Tensor | None,
+    vocab_size: int | None,
 ) -> None:
     """Raise UserError for inputs that `simple_generate` cannot use."""
     T = len(order)
@@ -128,6 +129,12 @@ def check_inputs(
         )
     if uniforms.shape != (T,) or uniforms.dtype != torch.float64:
         raise UserError(f"give {T} uniforms of float64, one for each position")
+    if vocab_size is not None and not 1 <= vocab_size <= config.vocab_size:
+        raise UserError(f"vocab_size must be from 1 to {config.vocab_size}")
+    if tokens is not None:
+        given = tokens[order[: T - sum(sizes)]]
+        if ((given < 0) | (given >= config.vocab_size)).any():
+            raise UserError(f"given tokens must be from 0 to below {config.vocab_size}")
 
 
 def nucleus(probs: Tensor, top_p: float) -> Tensor:

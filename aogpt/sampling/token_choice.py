@@ -16,12 +16,13 @@ from typing import Annotated
 
 import torch
 import torch.nn.functional as F
-from annotated_types import Ge
+from annotated_types import Interval
 from torch import Tensor
 
 from ..runtime.validation import Count, Probability, check_values
 
-Temperature = Annotated[float, Ge(0)]
+# At most so high that ids which are left out (model.IMPOSSIBLE) are never drawn.
+Temperature = Annotated[float, Interval(ge=0, le=1e6)]
 
 GREEDY_BELOW = 1e-10  # a temperature so low that logits divided by it could overflow
 
