@@ -40,7 +40,7 @@ from aogpt.sampling.modes import MODE_HELP, DecodingOptions, sample_records
 SCORED = ("text", "tokens", "step", "nfe")  # of a record, what the measures read
 JUDGED = {
     "ids": "",
-    "retokenised": "; they reached the judge, which has another tokenizer, as text",
+    "retokenised": "; the judge read them as text, in tokens of its own",
     "text": "; they came as text: measures of tokens are of the judge's tokens",
 }
 

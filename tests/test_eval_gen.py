@@ -163,6 +163,10 @@ def test_copies_of_one_sample_do_not_look_fine(script, report, write_texts, bigr
     assert of_copies["samples"] == 20
     assert of_copies["perplexity_low"] is None
     assert of_copies["perplexity"] == pytest.approx(own["perplexity"])
+    # A sample that is not scored is no second one.
+    with_empty = report(write_texts([TEXT] * 20 + [""]), "--judge", bigram)["rows"][0]
+    assert with_empty["unscored_samples"] == 1
+    assert with_empty["perplexity_low"] is None
     assert "| different |" in out
 
 
@@ -175,6 +179,16 @@ def test_samples_without_a_vocabulary_at_hand_are_read_as_text(write, monkeypatc
     monkeypatch.setattr(sample_sets, "get_tokenizer", missing)
     (samples,) = sample_sets.read_sample_sets(write([{"text": "ab", "tokens": [5, 6]}]))
     assert samples.tokenizer is None
+
+
+def test_measures_are_of_the_samples_tokens_whatever_vocabulary_made_them(
+    report, write, bigram
+):
+    """One token, of a vocabulary that nobody knows, has no entropy."""
+    row = report(write([{"text": "abc", "tokens": [5]}]), "--judge", bigram)["rows"][0]
+    assert row["tokens_judged"] == "retokenised"
+    assert row["entropy"] == 0
+    assert row["scored_tokens"] == 2
 
 
 def test_a_judge_with_a_start_token_scores_every_token(tmp_path):

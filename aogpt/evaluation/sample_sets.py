@@ -101,9 +101,8 @@ def score_samples(
         judged = [judge.encode(sample["text"]) for sample in own]
     scores = judge.score(judged, batch_size, quiet=not procs.main)
     # Measures are of the sample's own tokens, or else of the judge's.
-    if judged_as == "text":
-        measured = judged
-    else:
+    measured = judged
+    if judged_as != "text":
         measured = [sample["tokens"] for sample in own]
     results = []
     for sample, tokens, score in zip(own, measured, scores, strict=True):
@@ -114,9 +113,12 @@ def score_samples(
     results = list(chain(*procs.gather(results)))
     measured = list(chain(*procs.gather(measured)))
     distinct_samples = {tuple(tokens) for tokens in measured}
+    distinct_scored = set()
+    for result, tokens in zip(results, measured, strict=True):
+        if result["scored_tokens"]:
+            distinct_scored.add(tuple(tokens))
     of_all = summary(results)
-    if len(results) > 1 and len(distinct_samples) == 1:
-        # One sample, drawn several times, shows no error.
+    if len(distinct_scored) == 1:  # one sample, drawn several times, shows no error
         for key in ("standard_error", "perplexity_low", "perplexity_high"):
             of_all[key] = None
     return {
@@ -133,8 +135,9 @@ def score_samples(
 
 def _judged_as(samples: SampleSet, judge: Judge) -> str:
     """Return the form in which the judge reads the samples: "ids", "retokenised" (as
-    text, as their tokens are of another tokenizer) or "text" (they have no tokens)."""
-    if samples.tokenizer is None:
+    text, as their tokens are not known to be the judge's) or "text" (they have no
+    tokens)."""
+    if not all("tokens" in sample for sample in samples.samples):
         return "text"
     if samples.tokenizer not in FILES and samples.tokenizer == judge.loaded.tokenizer:
         return "ids"
