@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import types
 from functools import partial
 
 import numpy as np
@@ -71,11 +72,21 @@ def test_lengths_of_records_are_counted_by_split(tmp_path, capsys):
         total.update(entries[split]["lengths"])
     assert total == {"3": 2, "7": 1}
     assert entries["test"]["lengths"] == {"15": 1}
-    options = f"--data.folder {folder} --data.end given --model.block-size 16\n"
+    # The length of an answer depends on its question, so the end is to be predicted.
+    assert f"--data.folder {folder} --model.block-size 16\n" in capsys.readouterr().out
+    whole = prepared("records", tmp_path / "w", test, val=(test,), block_size=16)
+    options = f"--data.folder {whole} --model.block-size 16 --data.end given\n"
     assert options in capsys.readouterr().out
     text = prepared("text", tmp_path / "p", source)
     assert "lengths" not in load_meta(text)["splits"]["train"]
     assert f"--data.folder {text}\n" in capsys.readouterr().out
+
+
+def test_an_example_of_which_a_tokenizer_leaves_nothing_is_refused():
+    """As a `tokenizer.json` that drops white space: its loss would be 0 / 0."""
+    empty = types.SimpleNamespace(encode=lambda text: [], eot=0, dtype=np.uint16)
+    with pytest.raises(UserError, match="no token to predict"):
+        encode_example(empty, block_size=4, end=True, example=" ")
 
 
 words = st.text(

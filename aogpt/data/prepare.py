@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import tyro
 from annotated_types import Interval
 from tqdm import tqdm
@@ -37,7 +38,7 @@ from .catalogue import DATASETS, SPLITS, Dataset
 from .detokenisers import detokenise
 from .loader import load_meta, read_tokens
 from .packing import SplitFile
-from .prompts import encode_example, example_of
+from .prompts import PROMPT, encode_example, example_of
 from .sources import Corpus, RowReader, source_files, text_of
 from .tokenizers import HUB, HubTokenizer, Tokenizer, get_tokenizer, other_tokenizer
 
@@ -103,8 +104,8 @@ class Prepare:
     skip_long: bool = False
     """records: skip those that are longer than a block."""
     split: str | None = None
-    """Evaluation sets: the split (train, val, test) to download, or which --source is.
-    Others: write all documents to this split."""
+    """Evaluation sets and hub: the split (train, val, test) to download, or which
+    --source is. Others: write all documents to this split."""
     protocol: Literal["sedd", "full"] | None = None
     """sedd, for evaluation sets: 8 shards; groups of 1,000 rows make blocks, rests
     dropped; as published.
@@ -189,10 +190,20 @@ def prepare(args: Prepare, datasets: Mapping[str, Dataset] = DATASETS) -> Path:
             tokenizer.name, "configs/quickstart.toml"
         )
         options = f"--name {shlex.quote(target.name)} --data.folder {place}"
-        if "lengths" in meta["splits"]["train"]:  # records that end
-            options += f" --data.end given --model.block-size {meta['block_size']}"
+        train = meta["splits"]["train"]
+        if "lengths" in train:  # records that end
+            options += f" --model.block-size {meta['block_size']}"
+            if not has_prompts(target, train):  # they say how long an answer is
+                options += " --data.end given"
         show(f"next: python train.py {config} {options}")
     return target
+
+
+def has_prompts(folder: Path, split: dict) -> bool:
+    """Return whether a token of a split of records belongs to a prompt."""
+    if "roles" not in split:
+        return False
+    return PROMPT in np.fromfile(folder / split["roles"]["file"], np.uint8)
 
 
 def with_defaults(args: Prepare, dataset: Dataset) -> Prepare:

@@ -73,6 +73,8 @@ def encode_example(
             part = tokenizer.encode(text)
         ids += part
         roles += [role] * len(part)
+    if PREDICTED not in roles:  # a tokenizer may read white space as nothing
+        raise UserError(f"there is no token to predict in {example[:40]!r}")
     if end:
         ids.append(tokenizer.eot)
         roles.append(PREDICTED)

@@ -15,9 +15,7 @@ from ..runtime.errors import UserError
 from ..runtime.processes import Processes
 from .config import Config
 
-# limits of the micro-batches that are prepared in advance
-AHEAD = 4
-MOST = 64
+AHEAD = 4  # micro-batches that are prepared in advance, at least
 
 
 def make_batch(
@@ -67,7 +65,8 @@ def roles_of(
     right."""
     size = config.train.batch_size
     blocks = data.indices(config.seed, step, range(size), size)
-    of_batch = Roles.of(data.roles(blocks))
+    roles = data.roles(blocks)
+    of_batch = Roles.of(roles)
     prompt_lengths = of_batch.given.sum(dim=1, keepdim=True)
     starts = torch.arange(data.block_size) < prompt_lengths
     if config.model.l2r_only and not torch.equal(starts, of_batch.given):
@@ -75,11 +74,8 @@ def roles_of(
             f"{config.data.folder} has prompts that are not the beginning of their "
             "sequence: set another model.target than 'none'"
         )
-    rows = slice(batch_rows.start, batch_rows.stop)
-    assert of_batch.end is not None
-    roles = Roles(of_batch.predicted[rows], of_batch.given[rows], of_batch.end[rows])
     mean_predicted = float(of_batch.predicted.sum()) / size
-    return roles, mean_predicted
+    return Roles.of(roles[batch_rows.start : batch_rows.stop]), mean_predicted
 
 
 def micro_batches(
@@ -112,8 +108,9 @@ def micro_batches(
     steps = range(first_step, config.train.steps)
     wanted = ((step, index) for step in steps for index in range(micro_steps))
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as thread:
-        # A limit, as data is read here before `check_unchanged` runs for its step.
-        count = min(max(AHEAD, micro_steps), MOST)
+        # A step ahead: data that changes is found between two steps (`stop.agree`),
+        # where the run can save.
+        count = max(AHEAD, micro_steps)
         ahead: deque[Future[MicroBatch]] = deque()
         for step, index in itertools.islice(wanted, count):
             ahead.append(thread.submit(make, step, index))
