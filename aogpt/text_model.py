@@ -154,7 +154,7 @@ def load(
             Face repo id.
         weights: "ema" for averaged weights, where there are any, or "raw" for the last
             ones.
-        device: "auto" for a GPU if there is one, "cpu", "cuda", "cuda:1", "mps", or
+        device: "auto" for CUDA if there is a GPU, "cpu", "cuda", "cuda:1", "mps", or
             another device of PyTorch.
         block_size: the longest text in tokens, if not that of training.
         checkpoint: which one of a run folder: "last", "best" or the number of a step.

@@ -42,7 +42,7 @@ class ComputeOptions:
     weights: Literal["ema", "raw"] = "ema"
     """ema: the averaged weights, if there are any; raw: those of the last step."""
     device: str = "auto"
-    """auto (a GPU if there is one), cpu, cuda, cuda:1, mps or another device of
+    """auto (CUDA if there is a GPU), cpu, cuda, cuda:1, mps or another device of
     PyTorch."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision; auto: bfloat16 on a CUDA GPU that has it, float32 elsewhere."""

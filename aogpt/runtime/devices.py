@@ -20,8 +20,7 @@ def pick_device(device: str | torch.device, local_rank: int = 0) -> torch.device
     """Return the device of this name, made current. local_rank: index of the GPU if the
     name has none."""
     if device == "auto":
-        gpu = "mps" if torch.backends.mps.is_available() else "cpu"
-        device = "cuda" if torch.cuda.is_available() else gpu
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         chosen = torch.device(device)
         module = torch.get_device_module(chosen)

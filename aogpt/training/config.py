@@ -107,7 +107,7 @@ class TrainConfig:
     # precision of matrix products; auto: bfloat16 on a CUDA GPU that has it, and on a
     # CPU that has it for models of width 512 and more; else float32
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # auto (a GPU if there is one), cpu, cuda or another of PyTorch's
+    # auto (CUDA if there is a GPU), cpu, cuda or another of PyTorch's
     device: str = "auto"
     # start from the weights of this run, export or pretrained model, and take from it
     # the keys of [model] that are not set and that its weights depend on: all but
