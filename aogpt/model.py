@@ -262,8 +262,8 @@ def attention(
 
 
 def seen_by_copies(keys: Tensor, place: Tensor, source: Tensor) -> Tensor:
-    """Return which inputs a copy of input `source` sees from its own place: those
-    before the source, and itself. Of a source in its own place: all up to itself."""
+    """Return which inputs a copy of input `source` at `place` sees: those before the
+    source, and itself. With place == source these are all up to itself."""
     return (keys < source) | (keys == place)
 
 
