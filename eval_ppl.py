@@ -88,8 +88,8 @@ class Arguments(RunOptions, ReportOptions, SplitOption):
     importance-weighted bound, -log of the mean of the probabilities that they give a
     sequence."""
     num_orders: Annotated[int, Interval(ge=1, lt=MAX_DRAWS)] = 2
-    """Monte Carlo samples per sequence: random orders, or an encoder's masks. Ensembles
-    use a context per 8 of them, at least two."""
+    """Monte Carlo samples per sequence: random orders, or an encoder's masks. Per 8 of
+    them an ensemble takes one context of each sequence, two at least."""
     max_sequences: Count | None = None
     """Score only this many blocks, spread over the split."""
 
