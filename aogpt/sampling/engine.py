@@ -355,15 +355,14 @@ def is_one_by_one_l2r(plan: Plan) -> bool:
     identity = torch.arange(plan.order.shape[1])
     is_l2r = torch.equal(plan.order, identity.expand_as(plan.order))
     at_once = (group_sizes(plan) > 1).any()
-    of_order = plan.unmask_by == "order" and plan.pace is None
-    return is_l2r and of_order and not at_once
+    return is_l2r and plan.unmask_by == "order" and not at_once
 
 
 def is_from_left_to_right(plan: Plan) -> bool:
     """Return whether what a plan generates is generated from left to right."""
     both = plan.generated[:, 1:] & plan.generated[:, :-1]
     falls = (plan.order.diff(dim=1) < 0) & both
-    return plan.unmask_by == "order" and plan.pace is None and not bool(falls.any())
+    return plan.unmask_by == "order" and not bool(falls.any())
 
 
 def follow(batch: Batch, plan: Plan, tally: Tally, end_token: int | None) -> None:
@@ -431,11 +430,11 @@ def cut_at_end(samples: Generation, end_token: int) -> Generation:
     last_given = position.where(is_given, -1).amax(dim=1, keepdim=True)
     is_end = (samples.tokens == end_token) & exists & (position > last_given)
     length = torch.minimum(position.where(is_end, T).amin(dim=1), samples.length)
-    exists = position < length[:, None]
+    is_kept = position < length[:, None]
     return replace(
         samples,
         length=length,
-        tokens=samples.tokens.where(exists, 0),
-        step=samples.step.where(exists, -1),
-        log_probs=samples.log_probs.where(exists, 0),
+        tokens=samples.tokens.where(is_kept, 0),
+        step=samples.step.where(is_kept, -1),
+        log_probs=samples.log_probs.where(is_kept, 0),
     )
