@@ -7,7 +7,7 @@ from studies import pages
 from studies.experiment import CONFIGS, Experiment
 from studies.runner import Recipes
 
-COMPARISONS = ("E21", "E22", "E26", "E28", "E29", "E34", "E39")
+COMPARISONS = ("E21", "E22", "E26", "E28", "E29", "E32", "E34", "E39")
 PAPERS_SHARE = 0.10  # of adaLN in a block, at most: the paper has 6 to 8%
 LOSSES = {
     "ao_ar": "log p along a random order",
