@@ -84,17 +84,7 @@ def draw_losses(axes, data: DataSet) -> None:
     entries = with_best(experiment.best_of, recipes[data.recipe])
     for row, name in enumerate(WAYS):
         if name not in entries:
-            place = axes.get_yaxis_transform()  # the middle of the panel, in this row
-            axes.text(
-                0.5,
-                row,
-                "not run",
-                ha="center",
-                va="center",
-                color=GREY,
-                transform=place,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
-            )
+            draw_not_run(axes, row)
             continue
         marked = is_marked(experiment, data.recipe, name, "best_encoder")
         draw_difference(axes, difference(entries, name), row, marked, data.limit)
@@ -104,6 +94,20 @@ def draw_losses(axes, data: DataSet) -> None:
     axes.grid(axis="x", alpha=0.3)
     axes.set_title(data.title)
     axes.set_xlabel(data.unit)
+
+
+def draw_not_run(axes, row: int) -> None:
+    """Say so in the middle of a row."""
+    axes.text(
+        0.5,
+        row,
+        "not run",
+        ha="center",
+        va="center",
+        color=GREY,
+        transform=axes.get_yaxis_transform(),
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+    )
 
 
 def draw_difference(
@@ -162,7 +166,7 @@ def draw_star(axes) -> None:
     for row, way in enumerate(WAYS):
         name = way.removesuffix("_11")  # E26 has a vector of 32
         if name not in entries:
-            axes.text(10, row, "not run", ha="center", va="center", color=GREY)
+            draw_not_run(axes, row)
             continue
         count = successes(name)
         marked = is_marked(experiment, STAR.recipe, name, "encoder")
